@@ -1,0 +1,1 @@
+"""What planner and executor agree on: the files, the action text, the rules. Imports only msgspec."""

@@ -1,0 +1,110 @@
+"""The peak bytes of each device, whatever the timing.
+
+In: a graph of one iteration. Out: per device the most bytes that can be live at once.
+
+At any moment the compute stream of a device has started some action c and not yet the next one. What can be
+live then: every value that is not certainly freed before c starts and not certainly allocated after the next
+one is over. The largest such sum over all c is the peak; what excludes each other because compute lies
+between (the weights before and after a task) is never added up.
+
+"Certainly" is happens-before: stream order and the waits of precedence.py. Vector clocks hold it:
+clock[lane] of an action is how many actions of that lane are over before it can start. Iterations are
+unrolled, so what the next one prefetches counts in this one.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import msgspec
+
+from planner.contract.precedence import Graph
+from planner.contract.rules import Rules
+
+UNROLLED = 3
+
+
+class Peak(msgspec.Struct, frozen=True):
+    """The most bytes on a device, and the action at which they are reached."""
+
+    nbytes: int
+    where: str
+
+
+class _LaneBytes:
+    """Per lane: bytes allocated, freed (running sums) and of workspace, by position."""
+
+    def __init__(self, graph: Graph, lane: int) -> None:
+        rules = graph.rules
+        first, self.length = graph.first_of[lane], len(graph.lanes[lane].entries)
+        nodes = range(first, first + self.length)
+        self.made = list(accumulate((sum(map(rules.nbytes, graph.effects[n].makes)) for n in nodes), initial=0))
+        self.freed = list(accumulate((sum(map(rules.nbytes, graph.effects[n].frees)) for n in nodes), initial=0))
+        self.workspace = [rules.workspace(graph.actions[n]) for n in nodes]
+
+    def made_before(self, index: int) -> int:
+        rounds, position = divmod(index, self.length)
+        return rounds * self.made[-1] + self.made[position]
+
+    def freed_before(self, index: int) -> int:
+        rounds, position = divmod(index, self.length)
+        return rounds * self.freed[-1] + self.freed[position]
+
+
+def peaks(graph: Graph, num_devices: int) -> list[Peak]:
+    """The peak of each device of a graph's program."""
+    clocks = _clocks(graph)
+    tables = [_LaneBytes(graph, lane) for lane in range(len(graph.lanes))]
+    return [_device_peak(graph, clocks, tables, device) for device in range(num_devices)]
+
+
+def _clocks(graph: Graph) -> list[list[list[int]]]:
+    """clocks[lane][unrolled index]: what is over before that action starts, per lane."""
+    num_lanes = len(graph.lanes)
+    lengths = [len(lane.entries) for lane in graph.lanes]
+    nothing = [0] * num_lanes
+    clocks: list[list[list[int]]] = [[nothing] * (length * UNROLLED) for length in lengths]
+    lane_of, position_of = graph.lane_of, graph.position_of
+    for k in range(UNROLLED):
+        for node in graph.order:
+            lane = lane_of[node]
+            index = k * lengths[lane] + position_of[node]
+            clock = clocks[lane][index - 1] if index else nothing
+            for other, ago in graph.waits[node]:
+                if ago <= k:
+                    other_lane = lane_of[other]
+                    other_index = (k - ago) * lengths[other_lane] + position_of[other]
+                    clock = list(map(max, clock, clocks[other_lane][other_index]))
+                    if clock[other_lane] <= other_index:
+                        clock[other_lane] = other_index + 1
+            clock = list(clock)
+            clock[lane] = index
+            clocks[lane][index] = clock
+    return clocks
+
+
+def _device_peak(graph: Graph, clocks: list[list[list[int]]], tables: list[_LaneBytes], device: int) -> Peak:
+    rules: Rules = graph.rules
+    resident = sum(rules.nbytes(v) for v in rules.residents() if rules.device_of(v) == device)
+    best = Peak(resident, f"gpu{device} resident weights and states")
+    lanes = [i for i, lane in enumerate(graph.lanes) if lane.device == device and lane.entries]
+    compute = next((i for i in lanes if graph.lanes[i].stream == "compute"), None)
+    if compute is None:
+        return best
+    own = tables[compute]
+    # first action of each other lane that certainly waits for the next compute action; only ever moves on
+    after = dict.fromkeys(lanes, 0)
+    for index, clock in enumerate(clocks[compute]):
+        position = index % own.length
+        total = resident + own.workspace[position] + own.made_before(index + 1) - own.freed_before(index)
+        for lane in lanes:
+            if lane == compute:
+                continue
+            theirs, end = clocks[lane], after[lane]
+            while end < len(theirs) and theirs[end][compute] <= index + 1:
+                end += 1
+            after[lane] = end
+            total += tables[lane].made_before(end) - tables[lane].freed_before(clock[lane])
+        if total > best.nbytes:
+            best = Peak(total, graph.where(graph.first_of[compute] + position))
+    return best

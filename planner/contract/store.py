@@ -1,0 +1,151 @@
+"""Load and save the four files; the only place that knows paths, versions and JSON.
+
+A file is refused with its path, the place inside it and what to do; a version by naming both versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from planner.contract import hardware as hardwares
+from planner.contract import profile as profiles
+from planner.contract import schedule as schedules
+from planner.contract import trace as traces
+from planner.contract.errors import FormatError
+from planner.contract.hardware import Hardware
+from planner.contract.profile import Profile
+from planner.contract.schedule import Schedule
+from planner.contract.trace import Trace, TraceFile
+
+STANDARD = "-"
+"""The path that stands for standard input or output."""
+
+T = TypeVar("T")
+
+
+class _Header(msgspec.Struct, frozen=True):
+    schema: str = ""
+
+
+class _TraceHeader(msgspec.Struct, frozen=True):
+    harmony: _Header = _Header()
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Raises FormatError, OSError."""
+    profile = _load(path, Profile, profiles.SCHEMA)
+    _checked(path, lambda: profiles.check(profile))
+    return profile
+
+
+def load_hardware(path: str | Path) -> Hardware:
+    """Raises FormatError, OSError."""
+    hardware = _load(path, Hardware, hardwares.SCHEMA)
+    _checked(path, lambda: hardwares.check(hardware))
+    return hardware
+
+
+def load_schedule(path: str | Path) -> Schedule:
+    """Raises FormatError, OSError."""
+    schedule = _load(path, Schedule, schedules.SCHEMA)
+    _checked(path, lambda: schedules.check(schedule))
+    _checked(path, lambda: schedules.parse_program(schedule.programs.train))
+    return schedule
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Raises FormatError, OSError."""
+    text = _read(path)
+    _check_schema(path, _decode(path, text, _TraceHeader).harmony.schema, traces.SCHEMA)
+    file = _decode(path, text, TraceFile)
+    try:
+        return traces.from_chrome(file)
+    except (KeyError, IndexError, TypeError) as error:
+        raise FormatError(f"{path}: $.traceEvents: not the events of a {traces.SCHEMA} ({error!r})") from None
+
+
+def load_schedule_or_trace(path: str | Path) -> Schedule | Trace:
+    """Whichever of the two the file is. Raises FormatError, OSError."""
+    if str(path) == STANDARD:
+        raise FormatError("-: name a file here, it is looked at before it is read")
+    if _decode(path, _read(path), _Header).schema == schedules.SCHEMA:
+        return load_schedule(path)
+    return load_trace(path)
+
+
+def save(noun: Profile | Hardware | Schedule | Trace, path: str | Path) -> None:
+    """Write a file whole or not at all. Same noun, same bytes."""
+    text = encode(noun)
+    if str(path) == STANDARD:
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+        return
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_bytes(text)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def encode(noun: Profile | Hardware | Schedule | Trace) -> bytes:
+    """The JSON of a file, its schema first, one action or span a line."""
+    if isinstance(noun, Trace):
+        body = msgspec.to_builtins(traces.to_chrome(noun))
+        body["harmony"] = {"schema": noun.schema} | body["harmony"]
+    else:
+        body = {"schema": noun.schema} | msgspec.to_builtins(noun)
+    return msgspec.json.format(msgspec.json.encode(body), indent=1) + b"\n"
+
+
+def schedule_hash(schedule: Schedule) -> str:
+    """Names a schedule's configuration and program."""
+    text = msgspec.json.encode([schedule.configuration, schedule.programs])
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def json_schemas() -> dict[str, dict[str, Any]]:
+    """The JSON Schema of each file, by file name."""
+    types = {"profile": Profile, "hardware": Hardware, "schedule": Schedule, "trace": TraceFile}
+    return {f"{name}.schema.json": msgspec.json.schema(kind) for name, kind in types.items()}
+
+
+def _read(path: str | Path) -> bytes:
+    if str(path) == STANDARD:
+        return sys.stdin.buffer.read()
+    return Path(path).read_bytes()
+
+
+def _load(path: str | Path, kind: type[T], expected: str) -> T:
+    text = _read(path)
+    _check_schema(path, _decode(path, text, _Header).schema, expected)
+    return _decode(path, text, kind)
+
+
+def _decode(path: str | Path, text: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+def _check_schema(path: str | Path, found: str, expected: str) -> None:
+    if found != expected:
+        raise FormatError(
+            f"{path}: its schema is {found or 'missing'!r}, this version reads {expected!r}; "
+            f"make the file again with this version, or use the version that wrote it"
+        )
+
+
+def _checked(path: str | Path, check: Any) -> None:
+    try:
+        check()
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None

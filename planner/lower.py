@@ -1,0 +1,389 @@
+"""From a configuration to a program: rules -> lanes.
+
+Passes over each device, in this order:
+
+    compute     the tasks of the device: its forward packs, then its backward packs in reverse
+    swaps       weights, batch tensors and stashes in; stashes, gradients and changed buffers out
+    transfers   sends by production, receives in the order in which their senders produce them
+    frees       each value behind its last reader; where two streams read it, behind the one that is less urgent
+    waits       every allocation waits for a free, so no peak depends on timing
+
+        compute   F0.0 F0.1 F0.2 F0.3 F2.0 ...
+        h2d     WF0 I0.0 I0.1 [WF2] I0.2 ...      [WF2] waits for the free of the pack before F0: two packs of weights
+
+Values of one kind on one device go through a ring: number k waits for the free of number k - depth. What a ring
+holds at a time is what `task_bytes` counts, and the weights of the next task or the gradients of the last one
+are let in beside the running task only where that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from planner.contract.actions import (
+    Action,
+    Backward,
+    Entry,
+    Forward,
+    Free,
+    Lane,
+    Lanes,
+    Receive,
+    Reduce,
+    Send,
+    STREAMS,
+    SwapIn,
+    SwapOut,
+    Update,
+    Value,
+    Wait,
+)
+from planner.contract.errors import InfeasibleError
+from planner.contract.rules import Rules
+
+Compute = Forward | Backward
+
+
+class Task:
+    """One pack's run over all its microbatches on one device, and what it brings along."""
+
+    def __init__(self, rules: Rules, actions: list[Compute]) -> None:
+        self.actions = actions
+        self.is_forward = isinstance(actions[0], Forward)
+        self.pack = actions[0].pack
+        packs = rules.forward_packs if self.is_forward else rules.backward_packs
+        layers = packs[self.pack]
+        replica = (rules.forward_replica if self.is_forward else rules.backward_replica)[actions[0].microbatch]
+        self.tag = rules.replica_tag(replica)
+        self.is_owner = not self.is_forward and replica == rules.owner(self.pack)
+        kind = "WF" if self.is_forward else "WB"
+        self.weights = Value(kind, self.pack, replica=self.tag) if rules.has_weights(layers) else None
+        trained = not self.is_forward and rules.is_trained(self.pack)
+        self.gradients = Value("G", self.pack, replica=self.tag) if trained else None
+        writes_back = replica == 0 and self.weights is not None and rules.moved_bytes(SwapOut(self.weights)) > 0
+        self.writes_back = writes_back
+        self.name = f"{'forward' if self.is_forward else 'backward'} pack {self.pack} (layers {layers.first} to {layers.last})"
+
+
+class Ring:
+    """Values of one kind in the order in which they come; `depth` of them may be there at a time."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.items: list[tuple[int, Action, tuple[Value, ...]]] = []  # (task, allocating action, values)
+
+    def add(self, task: int, action: Action, values: Iterable[Value]) -> None:
+        self.items.append((task, action, tuple(values)))
+
+    def waits(self) -> dict[Action, list[Wait]]:
+        """What each allocating action waits for: the frees of the item `depth` before it, around the iteration."""
+        found: dict[Action, list[Wait]] = {}
+        count = len(self.items)
+        for k, (_, action, _) in enumerate(self.items if self.depth < count else ()):
+            _, _, values = self.items[(k - self.depth) % count]
+            found[action] = [Wait(Free(value), int(k < self.depth)) for value in values]
+        return found
+
+    def bytes_at(self, task: int, nbytes: Callable[[Value], int], ahead: bool) -> int:
+        """The most that is there while a task runs: `depth` items, from one it uses on (ahead) or up to one it makes."""
+        sizes = [sum(map(nbytes, values)) for _, _, values in self.items]
+        count = len(sizes)
+        if count <= self.depth:
+            return sum(sizes)
+        inside = [k for k, (t, _, _) in enumerate(self.items) if t == task]
+        before = sum(t < task for t, _, _ in self.items)
+        if ahead:
+            starts: Iterable[int] = range(before, before + len(inside) + 1)
+        else:
+            starts = range(before - self.depth, before - self.depth + len(inside) + 1)
+        # running sums around the iteration
+        return max(sum(sizes[(start + i) % count] for i in range(self.depth)) for start in starts)
+
+
+class DeviceDraft:
+    """The lanes of one device while they are made."""
+
+    def __init__(self, rules: Rules, device: int, depth: int) -> None:
+        self.rules = rules
+        self.device = device
+        self.tasks = _tasks(rules, device)
+        self.lanes: dict[str, list[Action]] = {stream: [] for stream in STREAMS}
+        self.waits: dict[Action, list[Wait]] = {}
+        self.inputs = Ring(2)
+        self.outputs = Ring(2)
+        self.received = Ring(depth)
+        self.is_prefetched = [False] * len(self.tasks)
+        self.is_drained_late = [False] * len(self.tasks)
+        self.last_reader = self._last_readers()
+        self.free_at: dict[Compute, list[Value]] = {}
+        for value, (_, action) in self.last_reader.items():
+            self.free_at.setdefault(action, []).append(value)
+
+    def _last_readers(self) -> dict[Value, tuple[int, Compute]]:
+        """Activations and gradients on this device: the task and the action that reads each last."""
+        last: dict[Value, tuple[int, Compute]] = {}
+        for t, task in enumerate(self.tasks):
+            for action in task.actions:
+                for place, value in self.rules.effects(action).reads:
+                    if place == "gpu" and value.kind in "IXYD":
+                        last[value] = (t, action)
+        return last
+
+    # ---- passes
+
+    def add_compute(self) -> None:
+        lane = self.lanes["compute"]
+        for t, task in enumerate(self.tasks):
+            for action in task.actions:
+                lane.append(action)
+                if action == task.actions[-1] and task.weights is not None and not task.writes_back:
+                    # first, so that whoever waits for one of the others finds the weights gone too
+                    lane.append(Free(task.weights))
+                lane.extend(Free(value) for value in self.free_at.get(action, ()))
+            for action in task.actions:
+                self._collect_outputs(t, action)
+
+    def _collect_outputs(self, t: int, action: Compute) -> None:
+        """What leaves this device after an action goes through the ring of outputs."""
+        leaving = [v for v in self.rules.effects(action).makes if v.kind in "YSD" and v not in self.last_reader]
+        if leaving:
+            self.outputs.add(t, action, leaving)
+
+    def add_swap_in(self) -> None:
+        """Inputs by use; the next task's weights behind the second input where they fit beside this task's."""
+        lane = self.lanes["h2d"]
+        weighted = [t for t, task in enumerate(self.tasks) if task.weights is not None]
+        following = dict(pairwise(weighted))
+        if weighted:
+            self._load(weighted[0])
+        for t, task in enumerate(self.tasks):
+            inputs = [
+                value
+                for action in task.actions
+                for place, value in self.rules.effects(action).reads
+                if place == "gpu" and value.kind in "IX"
+            ]
+            successor = following.get(t)
+            early = successor is not None and self.is_prefetched[t]
+            for k, value in enumerate(inputs):
+                if early and k == 2:
+                    self._load(successor)
+                    early, successor = False, None
+                self.inputs.add(t, SwapIn(value), [value])
+                lane.append(SwapIn(value))
+            if successor is not None:
+                self._load(successor)
+
+    def _load(self, t: int | None) -> None:
+        assert t is not None
+        weights = self.tasks[t].weights
+        assert weights is not None
+        self.lanes["h2d"].append(SwapIn(weights))
+        weighted = [u for u, task in enumerate(self.tasks) if task.weights is not None]
+        k = weighted.index(t)
+        before = weighted[k - 1]
+        target = k - 2 if self.is_prefetched[before] else k - 1
+        freed = self.tasks[weighted[target % len(weighted)]].weights
+        if freed is not None and freed != weights and -len(weighted) <= target:
+            self.waits.setdefault(SwapIn(weights), []).append(Wait(Free(freed), int(target < 0)))
+
+    def add_swap_out(self) -> None:
+        rules, lane = self.rules, self.lanes["d2h"]
+        for task in self.tasks:
+            for action in task.actions:
+                if isinstance(action, Forward) and rules.stashed_tensors(action.pack):
+                    stash = Value("S", action.pack, action.microbatch)
+                    lane.append(SwapOut(stash))
+                    freed = [v for _, v in rules.effects(SwapOut(stash)).reads if v.kind == "S" or v not in self.last_reader]
+                    lane.extend(Free(value) for value in freed)
+            if task.writes_back and task.weights is not None:
+                lane += [SwapOut(task.weights), Free(task.weights)]
+            if task.gradients is not None:
+                self._drain(task)
+
+    def _drain(self, task: Task) -> None:
+        """Gradients leave: over the reduction to their owner, from there to the host and into the update."""
+        assert task.gradients is not None
+        if task.tag >= 0:
+            self.lanes["reduce"].append(Reduce(task.gradients))
+        if task.is_owner:
+            self.lanes["d2h"] += [SwapOut(task.gradients), Free(task.gradients)]
+            self.lanes["host"].append(Update(task.pack))
+        else:
+            self.lanes["reduce"].append(Free(task.gradients))
+
+    def add_sends(self) -> None:
+        lane = self.lanes["send"]
+        for task in self.tasks:
+            for action in task.actions:
+                for value in self.rules.effects(action).makes:
+                    if value.kind not in "YD":
+                        continue
+                    lane.extend(Send(copy) for copy in _copies(self.rules, value, self.device))
+                    stashed = value.kind == "Y" and self.rules.stashed_tensors(value.pack)
+                    stashed = stashed and value in [v for _, v in self.rules.effects(SwapOut(Value("S", value.pack, value.microbatch))).reads]
+                    if value not in self.last_reader and not stashed:
+                        lane.append(Free(value))
+
+    def add_receives(self) -> None:
+        """In the order in which the senders produce: forward packs up, backward packs down."""
+        copies = [v for v in self.last_reader if v.device >= 0]
+        copies.sort(key=lambda v: (v.kind == "D", v.pack if v.kind == "Y" else -v.pack, v.microbatch))
+        for value in copies:
+            self.lanes["recv"].append(Receive(value))
+            if self._goes_to_next(value):
+                self.received.add(self.last_reader[value][0], Receive(value), [value])
+
+    def _goes_to_next(self, value: Value) -> bool:
+        task = self.tasks[self.last_reader[value][0]]
+        if value.kind == "D":
+            return task.pack == value.pack - 1
+        return (task.pack if task.is_forward else len(self.rules.forward_packs)) == value.pack + 1
+
+    def add_waits(self) -> None:
+        for ring in (self.inputs, self.outputs, self.received):
+            for action, waits in ring.waits().items():
+                self.waits.setdefault(action, []).extend(waits)
+        drained = [t for t, task in enumerate(self.tasks) if task.gradients is not None]
+        for k, t in enumerate(drained):
+            target = k - 2 if self.is_drained_late[t] else k - 1
+            self._wait_for_gradients(t, drained, target)
+        # the next iteration's first two tasks see the last gradients leave
+        if drained and self.tasks[0].is_forward:
+            late = self.is_drained_late[0] and len(self.tasks) > 1 and self.tasks[1].is_forward
+            self._wait_for_gradients(1 if late else 0, drained, -1)
+
+    def _wait_for_gradients(self, t: int, drained: Sequence[int], target: int) -> None:
+        freed = self.tasks[drained[target % len(drained)]].gradients
+        assert freed is not None
+        if freed != self.tasks[t].gradients and -len(drained) <= target:
+            self.waits.setdefault(self.tasks[t].actions[0], []).append(Wait(Free(freed), int(target < 0)))
+
+    # ---- memory
+
+    def choose(self, limit_bytes: int) -> None:
+        """Prefetch weights and drain gradients beside a task wherever both, or the weights, or the gradients fit.
+
+        Raises InfeasibleError where a task does not fit at all.
+        """
+        nbytes = self.rules.nbytes
+        weighted = [t for t, task in enumerate(self.tasks) if task.weights is not None]
+        drained = [t for t, task in enumerate(self.tasks) if task.gradients is not None]
+        for t, task in enumerate(self.tasks):
+            used = self.task_bytes(t)
+            if used > limit_bytes:
+                raise InfeasibleError(
+                    f"gpu{self.device}: {task.name} needs {used} bytes, {used - limit_bytes} over the limit of {limit_bytes}"
+                )
+            later = [u for u in weighted if u > t] or weighted
+            incoming = nbytes(self.tasks[later[0]].weights) if later else 0  # type: ignore[arg-type]
+            earlier = [u for u in drained if u < t] or drained
+            is_affected = t in drained or t == 0
+            outgoing = nbytes(self.tasks[earlier[-1]].gradients) if earlier and is_affected else 0  # type: ignore[arg-type]
+            left = limit_bytes - used
+            self.is_prefetched[t] = incoming <= left
+            self.is_drained_late[t] = outgoing <= left - (incoming if self.is_prefetched[t] else 0)
+
+    def task_bytes(self, t: int) -> int:
+        """The most a task needs beside prefetched weights and the last task's gradients."""
+        rules, task = self.rules, self.tasks[t]
+        own = sum(rules.nbytes(v) for v in (task.weights, task.gradients) if v is not None)
+        rings = self.inputs.bytes_at(t, rules.nbytes, True) + self.received.bytes_at(t, rules.nbytes, True)
+        return own + rings + self.outputs.bytes_at(t, rules.nbytes, False) + max(map(rules.workspace, task.actions)) + self.held[t]
+
+    def measure_held(self) -> None:
+        """Per task the most bytes of values that stay on this device between two of its tasks."""
+        rules = self.rules
+        live = 0
+        self.held = []
+        early = [v for v in self.last_reader if v.device >= 0 and not self._goes_to_next(v)]
+        for t, task in enumerate(self.tasks):
+            most = 0
+            for action in task.actions:
+                live += sum(rules.nbytes(v) for v in rules.effects(action).makes if v in self.last_reader)
+                most = max(most, live)
+                live -= sum(rules.nbytes(v) for v in self.free_at.get(action, ()) if v.kind in "YD" and v.device < 0)
+            # what skips packs may arrive long before its last reader
+            self.held.append(most + sum(rules.nbytes(v) for v in early if self.last_reader[v][0] >= t))
+
+    def finish(self) -> list[Lane]:
+        return [
+            Lane(self.device, stream, tuple(Entry(a, tuple(dict.fromkeys(self.waits.get(a, ())))) for a in actions))
+            for stream, actions in self.lanes.items()
+            if actions
+        ]
+
+
+def lower(rules: Rules, limits: Sequence[int]) -> Lanes:
+    """The program of a configuration; limits: usable bytes of each device.
+
+    Raises InfeasibleError, naming the device, the pack, both numbers.
+    """
+    lanes: list[Lane] = []
+    for device in range(rules.configuration.num_devices):
+        lanes += _lower_device(rules, device, limits[device])
+    return tuple(lanes)
+
+
+def _lower_device(rules: Rules, device: int, limit_bytes: int) -> list[Lane]:
+    depths = _depths(rules)
+    for depth in depths:
+        draft = DeviceDraft(rules, device, depth)
+        if not draft.tasks:
+            return []
+        draft.add_receives()
+        draft.add_compute()
+        draft.measure_held()
+        # the input ring does not depend on what is prefetched: fill it, decide, and start over with the decision
+        draft.add_swap_in()
+        try:
+            draft.choose(limit_bytes)
+        except InfeasibleError:
+            if depth == depths[-1]:
+                raise
+            continue
+        break
+    draft.lanes["h2d"].clear()
+    draft.inputs.items.clear()
+    draft.waits.clear()
+    draft.add_swap_in()
+    draft.add_swap_out()
+    draft.add_sends()
+    draft.add_waits()
+    return draft.finish()
+
+
+def _depths(rules: Rules) -> list[int]:
+    """How many received values may wait: as many as a wrap-around pipeline makes early, down to the least.
+
+    A device that runs a pack over m microbatches is busy with the pack before while m - N outputs for it
+    arrive; fewer places make the senders wait (planning-notes.md, pitfall 2).
+    """
+    microbatches = max(len(rules.forward_samples), len(rules.backward_samples)) // len(rules.replicas)
+    most = max(len(rules.intersecting(i)) for i in range(len(rules.backward_samples)))
+    least = most + 1
+    full = max(least, microbatches - rules.stages + 2)
+    return sorted({full, (full + least) // 2, least}, reverse=True)
+
+
+def _tasks(rules: Rules, device: int) -> list[Task]:
+    replica, stage = divmod(device, rules.stages)
+    forward = [j for j, r in enumerate(rules.forward_replica) if r == replica]
+    backward = [i for i, r in enumerate(rules.backward_replica) if r == replica]
+    tasks: list[list[Compute]] = []
+    for p, pack in enumerate(rules.forward_packs):
+        if pack.device == stage:
+            tasks.append([Forward(p, j) for j in forward])
+    for b in range(len(rules.backward_packs) - 1, -1, -1):
+        if rules.backward_packs[b].device == stage:
+            tasks.append([Backward(b, i) for i in backward])
+    return [Task(rules, actions) for actions in tasks]
+
+
+def _copies(rules: Rules, value: Value, device: int) -> list[Value]:
+    """The copies that other devices of the same replica need, by device."""
+    replica = (rules.forward_replica if value.kind == "Y" else rules.backward_replica)[value.microbatch]
+    first = replica * rules.stages
+    copies = [Value(value.kind, value.pack, value.microbatch, device=d) for d in range(first, first + rules.stages)]
+    return [copy for copy in copies if copy.device != device and rules.tensors_of(copy)]
