@@ -18,6 +18,7 @@ are let in beside the running task only where that fits.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
@@ -85,20 +86,24 @@ class Ring:
             found[action] = [Wait(Free(value), int(k < self.depth)) for value in values]
         return found
 
-    def bytes_at(self, task: int, nbytes: Callable[[Value], int], ahead: bool) -> int:
-        """The most that is there while a task runs: `depth` items, from one it uses on (ahead) or up to one it makes."""
+    def bytes_by_task(self, num_tasks: int, nbytes: Callable[[Value], int], ahead: bool) -> list[int]:
+        """The most that is there while each task runs: `depth` items in a row, from one that the task uses on (ahead)
+        or up to one that it makes."""
         sizes = [sum(map(nbytes, values)) for _, _, values in self.items]
         count = len(sizes)
         if count <= self.depth:
-            return sum(sizes)
-        inside = [k for k, (t, _, _) in enumerate(self.items) if t == task]
-        before = sum(t < task for t, _, _ in self.items)
-        if ahead:
-            starts: Iterable[int] = range(before, before + len(inside) + 1)
-        else:
-            starts = range(before - self.depth, before - self.depth + len(inside) + 1)
-        # running sums around the iteration
-        return max(sum(sizes[(start + i) % count] for i in range(self.depth)) for start in starts)
+            return [sum(sizes)] * num_tasks
+        # windows[k]: items k to k + depth - 1, around the iteration
+        windows = [sum(sizes[: self.depth])]
+        for k in range(count - 1):
+            windows.append(windows[-1] - sizes[k] + sizes[(k + self.depth) % count])
+        users = [task for task, _, _ in self.items]
+        found = []
+        for task in range(num_tasks):
+            low, high = bisect_left(users, task), bisect_right(users, task)
+            shift = 0 if ahead else -self.depth
+            found.append(max(windows[(k + shift) % count] for k in range(low, high + 1)))
+        return found
 
 
 class DeviceDraft:
@@ -268,10 +273,11 @@ class DeviceDraft:
         Raises InfeasibleError where a task does not fit at all.
         """
         nbytes = self.rules.nbytes
+        needed = self._task_bytes()
         weighted = [t for t, task in enumerate(self.tasks) if task.weights is not None]
         drained = [t for t, task in enumerate(self.tasks) if task.gradients is not None]
         for t, task in enumerate(self.tasks):
-            used = self.task_bytes(t)
+            used = needed[t]
             if used > limit_bytes:
                 raise InfeasibleError(
                     f"gpu{self.device}: {task.name} needs {used} bytes, {used - limit_bytes} over the limit of {limit_bytes}"
@@ -285,18 +291,25 @@ class DeviceDraft:
             self.is_prefetched[t] = incoming <= left
             self.is_drained_late[t] = outgoing <= left - (incoming if self.is_prefetched[t] else 0)
 
-    def task_bytes(self, t: int) -> int:
-        """The most a task needs beside prefetched weights and the last task's gradients."""
-        rules, task = self.rules, self.tasks[t]
-        own = sum(rules.nbytes(v) for v in (task.weights, task.gradients) if v is not None)
-        rings = self.inputs.bytes_at(t, rules.nbytes, True) + self.received.bytes_at(t, rules.nbytes, True)
-        return own + rings + self.outputs.bytes_at(t, rules.nbytes, False) + max(map(rules.workspace, task.actions)) + self.held[t]
+    def _task_bytes(self) -> list[int]:
+        """The most each task needs beside prefetched weights and the last task's gradients."""
+        rules, count = self.rules, len(self.tasks)
+        rings = [
+            self.inputs.bytes_by_task(count, rules.nbytes, ahead=True),
+            self.received.bytes_by_task(count, rules.nbytes, ahead=True),
+            self.outputs.bytes_by_task(count, rules.nbytes, ahead=False),
+            self._held_by_task(),
+        ]
+        found = []
+        for t, task in enumerate(self.tasks):
+            own = sum(rules.nbytes(v) for v in (task.weights, task.gradients) if v is not None)
+            found.append(own + sum(ring[t] for ring in rings) + max(map(rules.workspace, task.actions)))
+        return found
 
-    def measure_held(self) -> None:
-        """Per task the most bytes of values that stay on this device between two of its tasks."""
+    def _held_by_task(self) -> list[int]:
+        """The most bytes of values that stay on this device between two of its tasks."""
         rules = self.rules
-        live = 0
-        self.held = []
+        live, held = 0, []
         early = [v for v in self.last_reader if v.device >= 0 and not self._goes_to_next(v)]
         for t, task in enumerate(self.tasks):
             most = 0
@@ -305,7 +318,8 @@ class DeviceDraft:
                 most = max(most, live)
                 live -= sum(rules.nbytes(v) for v in self.free_at.get(action, ()) if v.kind in "YD" and v.device < 0)
             # what skips packs may arrive long before its last reader
-            self.held.append(most + sum(rules.nbytes(v) for v in early if self.last_reader[v][0] >= t))
+            held.append(most + sum(rules.nbytes(v) for v in early if self.last_reader[v][0] >= t))
+        return held
 
     def finish(self) -> list[Lane]:
         return [
@@ -334,7 +348,6 @@ def _lower_device(rules: Rules, device: int, limit_bytes: int) -> list[Lane]:
             return []
         draft.add_receives()
         draft.add_compute()
-        draft.measure_held()
         # the input ring does not depend on what is prefetched: fill it, decide, and start over with the decision
         draft.add_swap_in()
         try:

@@ -72,6 +72,8 @@ class Rules:
         fused = self.backward_packs[self.fused]
         self._forward_pack_of += [len(self.forward_packs)] * (fused.last - fused.first + 1)
         self._stashed = self._find_stashed()
+        self._tensors = lru_cache(maxsize=None)(self._find_tensors)
+        self.stashed_tensors = lru_cache(maxsize=None)(self._find_stashed_tensors)
         self.effects = lru_cache(maxsize=None)(self._effects)
         self.nbytes = lru_cache(maxsize=None)(self._nbytes)
         self.stash_of = lru_cache(maxsize=None)(self._stash_of)
@@ -139,14 +141,14 @@ class Rules:
 
     # ---- which tensors a value has
 
-    def _find_stashed(self) -> frozenset[int]:
+    def _find_stashed(self) -> tuple[int, ...]:
         """Positions in costs.tensors of what some backward pack recomputes from."""
         stashed = set()
         for b, pack in enumerate(self.backward_packs[:-1]):
             if self._is_recomputed(b):
                 wanted = set(self.costs.entering(pack.first, pack.last))
                 stashed |= {i for i, t in enumerate(self.costs.tensors) if t in wanted and t.src != BATCH}
-        return frozenset(stashed)
+        return tuple(sorted(stashed))
 
     def _is_recomputed(self, pack: int) -> bool:
         activations = self.backward_packs[pack].activations
@@ -163,44 +165,41 @@ class Rules:
 
     def tensors_of(self, value: Value) -> tuple[Tensor, ...]:
         """The tensors in a value of kind I, X, Y, S or D, in (source, name) order."""
-        kind, pack = value.kind, value.pack
+        kind, replica = value.kind, 0
+        if value.device >= 0:
+            replica = (self.forward_replica if kind == "Y" else self.backward_replica)[value.microbatch]
+        is_stashed = kind == "X" and value.pack != self.fused and self.activations(value.pack, value.microbatch) == "recompute"
+        return self._tensors(kind, value.pack, value.device, replica, is_stashed)
+
+    def _find_tensors(self, kind: str, pack: int, device: int, replica: int, is_stashed: bool) -> tuple[Tensor, ...]:
+        """The same, by what it depends on: all microbatches of a replica have the same tensors."""
         if kind == "I":
             return tuple(t for t in self.costs.entering(*self._layers(pack)) if t.src == BATCH)
         if kind == "Y":
             made = self.costs.leaving(*self._layers(pack))
-            if value.device < 0:
+            if device < 0:
                 return made
-            replica = self.forward_replica[value.microbatch]
-            packs = [q for q in range(len(self.forward_packs) + 1) if self.forward_device(q, replica) == value.device]
-            return tuple(t for t in made if any(self._forward_pack_of[c] in packs for c in t.consumers))
+            return tuple(
+                t for t in made if any(self.forward_device(self._forward_pack_of[c], replica) == device for c in t.consumers)
+            )
         if kind == "S":
             first, last = self._layers(pack)
-            stashed = (self.costs.tensors[i] for i in sorted(self._stashed))
-            return tuple(t for t in stashed if first <= t.src <= last and t.consumers[-1] <= last)
+            return tuple(t for t in self.stashed_tensors(pack) if first <= t.src <= last and t.consumers[-1] <= last)
         backward = self.backward_packs[pack]
         given = self.costs.entering(backward.first, backward.last)
         if kind == "X":
-            from_host = pack != self.fused and self.activations(pack, value.microbatch) == "recompute"
-            return tuple(t for t in given if t.src == BATCH or (from_host and not self._stays(pack, t)))
+            return tuple(t for t in given if t.src == BATCH or is_stashed)
         if kind == "D":
             gradients = tuple(t for t in given if t.differentiable)
-            if value.device < 0:
+            if device < 0:
                 return gradients
-            replica = self.backward_replica[value.microbatch]
-            return tuple(
-                t for t in gradients if self.backward_device(self._backward_pack_of[t.src], replica) == value.device
-            )
-        raise VerifyError(f"{value} has no tensors of its own")
+            return tuple(t for t in gradients if self.backward_device(self._backward_pack_of[t.src], replica) == device)
+        raise VerifyError(f"{kind}{pack} has no tensors of its own")
 
-    def stashed_tensors(self, pack: int) -> tuple[Tensor, ...]:
+    def _find_stashed_tensors(self, pack: int) -> tuple[Tensor, ...]:
         """What forward pack `pack` writes to the host for recompute: `out:S`."""
         first, last = self._layers(pack)
-        return tuple(t for t in (self.costs.tensors[i] for i in sorted(self._stashed)) if first <= t.src <= last)
-
-    def _stays(self, pack: int, tensor: Tensor) -> bool:
-        """Whether a stashed tensor waits on the device instead of the host. No plan asks for it yet."""
-        del pack, tensor
-        return False
+        return tuple(t for t in (self.costs.tensors[i] for i in self._stashed) if first <= t.src <= last)
 
     def _nbytes(self, value: Value) -> int:
         """A value's bytes on its device."""

@@ -1,0 +1,6 @@
+"""The search for the fastest schedule: `plan(profile, hardware, minibatch=...) -> Result`."""
+
+from planner.search.problem import Progress, Result
+from planner.search.search import plan
+
+__all__ = ["Progress", "Result", "plan"]
