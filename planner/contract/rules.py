@@ -251,7 +251,12 @@ class Rules:
             case Backward(pack, microbatch):
                 first, end = self.backward_samples[microbatch]
                 layers = self.backward_packs[pack]
-                return self.costs.backward_workspace(layers.first, layers.last, end - first)
+                joined = 0
+                if pack == self.fused and len(self.intersecting(microbatch)) > 1:
+                    # several forward microbatches are joined into one input
+                    given = self.costs.entering(layers.first, layers.last)
+                    joined = nbytes((t for t in given if t.src != BATCH), end - first)
+                return joined + self.costs.backward_workspace(layers.first, layers.last, end - first)
             case _:
                 return 0
 

@@ -1,0 +1,1 @@
+"""Replay schedules on the devices of one server, and measure: profiles, hardware, iterations."""

@@ -1,0 +1,204 @@
+"""The host store: one shared mapping per server with all that does not fit the devices.
+
+    control      done[action], losses, failure, batch count, busy links
+    weights      W and buffers of all layers, flat     gradients, states   likewise
+    batch x 2    iterations alternate                  stash               one area per stashed tensor
+
+Rank 0 makes it with memfd_create, the others open it through /proc, so nothing is left behind however the
+processes end. done[action] is written after the action's bytes, so who reads the count may read the bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+from executor.decompose import Boundary, Decomposition
+from executor.decompose.layers import BATCH, TensorName
+from executor.structure import LayerPlaces, Place
+from planner.contract.errors import InfeasibleError
+from planner.contract.rules import Rules
+
+PAGE = 4096
+WORD = 8
+
+
+@dataclass(frozen=True)
+class StoreLayout:
+    """Offsets of every area, from the model's structure and the rules of a schedule."""
+
+    num_nodes: int
+    num_devices: int
+    num_microbatches: int
+    weights: int
+    gradients: int
+    states: int
+    batch: tuple[dict[str, int], dict[str, int]]
+    stash: dict[TensorName, int]
+    total: int
+
+
+def plan_store(rules: Rules, decomposition: Decomposition, num_nodes: int) -> StoreLayout:
+    """Lay out the store."""
+    costs, last = rules.costs, rules.costs.num_layers - 1
+    devices = rules.configuration.num_devices
+    microbatches = len(rules.backward_samples)
+    # failed, batches, busy[device][direction], done[node]; losses as float32
+    end = _page(WORD * (2 + 2 * devices + num_nodes) + 4 * 2 * microbatches)
+    offsets = []
+    for nbytes in (costs.weight_bytes(0, last), costs.gradient_bytes(0, last), costs.state_bytes(0, last)):
+        offsets.append(end)
+        end = _page(end + nbytes)
+    halves: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    stash: dict[TensorName, int] = {}
+    stashed = {(t.src, t.name) for p in range(len(rules.forward_packs)) for t in rules.stashed_tensors(p)}
+    for key, boundary in sorted(decomposition.boundaries.items()):
+        nbytes = boundary.bytes_per_sample * rules.configuration.minibatch
+        nbytes += boundary.bytes_fixed * len(rules.forward_samples)
+        if key[0] == BATCH:
+            for half in halves:
+                half[key[1]] = end
+                end = _page(end + nbytes)
+        elif key in stashed:
+            stash[key] = end
+            end = _page(end + nbytes)
+    return StoreLayout(num_nodes, devices, microbatches, offsets[0], offsets[1], offsets[2], halves, stash, end)
+
+
+def _page(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def create_memory(nbytes: int) -> int:
+    """A file descriptor of shared memory. Raises InfeasibleError where the host has less free memory."""
+    available = psutil.virtual_memory().available
+    if nbytes > available:
+        raise InfeasibleError(
+            f"host: the run needs {nbytes} bytes of memory, {available} are free; "
+            f"end other programs, or plan with a smaller minibatch"
+        )
+    descriptor = os.memfd_create("harmony")
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+class HostStore:
+    """Views of the mapping. Tensors of different calls share memory but no autograd version counter."""
+
+    def __init__(
+        self,
+        descriptor: int,
+        layout: StoreLayout,
+        rules: Rules,
+        decomposition: Decomposition,
+        places: Sequence[LayerPlaces],
+    ) -> None:
+        self.layout = layout
+        self._map = mmap.mmap(descriptor, layout.total)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._storage = self.memory.untyped_storage()
+        self._rules = rules
+        self._decomposition = decomposition
+        self._places = places
+        words = memoryview(self._map)[: WORD * (2 + 2 * layout.num_devices + layout.num_nodes)].cast("q")
+        self._words = words
+        self.done = words[2 + 2 * layout.num_devices :]
+        self.busy = words[2 : 2 + 2 * layout.num_devices]
+        losses = WORD * (2 + 2 * layout.num_devices + layout.num_nodes)
+        self.losses = self._tensor(losses, (2, layout.num_microbatches), torch.float32)
+        costs = rules.costs
+        self._weight_starts = [costs.weight_bytes(0, i) - costs.weight_bytes(i, i) for i in range(costs.num_layers)]
+        self._gradient_starts = [costs.gradient_bytes(0, i) - costs.gradient_bytes(i, i) for i in range(costs.num_layers)]
+        self._state_starts = [costs.state_bytes(0, i) - costs.state_bytes(i, i) for i in range(costs.num_layers)]
+
+    # ---- control words
+
+    @property
+    def failed(self) -> int:
+        """1 + the first rank that failed, 0 while none has."""
+        return self._words[0]
+
+    @failed.setter
+    def failed(self, value: int) -> None:
+        self._words[0] = value
+
+    @property
+    def num_batches(self) -> int:
+        """How many iterations' batches have been written."""
+        return self._words[1]
+
+    @num_batches.setter
+    def num_batches(self, value: int) -> None:
+        self._words[1] = value
+
+    # ---- areas
+
+    def weight_range(self, first: int, last: int) -> Tensor:
+        """Weights and buffers of layers first..last, flat bytes."""
+        start = self.layout.weights + self._weight_starts[first]
+        return self._bytes(start, self._rules.costs.weight_bytes(first, last))
+
+    def gradient_range(self, first: int, last: int) -> Tensor:
+        """Gradients of layers first..last, flat bytes."""
+        start = self.layout.gradients + self._gradient_starts[first]
+        return self._bytes(start, self._rules.costs.gradient_bytes(first, last))
+
+    def weights(self, layer: int) -> dict[str, Tensor]:
+        """A layer's parameters by name."""
+        return self._views(self._places[layer].weights, self.layout.weights + self._weight_starts[layer])
+
+    def buffers(self, layer: int) -> dict[str, Tensor]:
+        return self._views(self._places[layer].buffers, self.layout.weights + self._weight_starts[layer])
+
+    def gradients(self, layer: int) -> dict[str, Tensor]:
+        return self._views(self._places[layer].gradients, self.layout.gradients + self._gradient_starts[layer])
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """Optimizer state tensors by parameter and key."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for layer, places in enumerate(self._places):
+            start = self.layout.states + self._state_starts[layer]
+            for (name, key), place in places.states.items():
+                found.setdefault(name, {})[key] = self._tensor(start + place.offset, place.shape, place.dtype)
+        return found
+
+    def batch(self, iteration: int, name: str, first: int, end: int) -> Tensor:
+        """Samples [first, end) of a batch tensor of an iteration."""
+        start = self.layout.batch[iteration % 2][name]
+        return self._rows(start, self._decomposition.boundaries[BATCH, name], first, end)
+
+    def stash(self, key: TensorName, first: int, end: int, microbatch: int) -> Tensor:
+        """Samples [first, end) of a stashed tensor; one without samples has a place per forward microbatch."""
+        boundary = self._decomposition.boundaries[key]
+        if boundary.is_batched:
+            return self._rows(self.layout.stash[key], boundary, first, end)
+        start = self.layout.stash[key] + microbatch * boundary.bytes_fixed
+        return self._tensor(start, boundary.shape, boundary.dtype)
+
+    def _rows(self, start: int, boundary: Boundary, first: int, end: int) -> Tensor:
+        return self._tensor(start + first * boundary.bytes_per_sample, boundary.shape_of(end - first), boundary.dtype)
+
+    def _views(self, places: dict[str, Place], start: int) -> dict[str, Tensor]:
+        return {name: self._tensor(start + p.offset, p.shape, p.dtype) for name, p in places.items()}
+
+    def _bytes(self, start: int, nbytes: int) -> Tensor:
+        return self._tensor(start, (nbytes,), torch.uint8)
+
+    def _tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return over_storage(self._storage, start, shape, dtype)
+
+
+def over_storage(storage: torch.UntypedStorage, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of its own over part of a storage: no view, so no version counter is shared."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, start // dtype.itemsize, shape, tuple(reversed(strides)))

@@ -1,0 +1,122 @@
+"""What lies on a device: for each value of the program its tensors, in slots that are used again.
+
+A slot is flat memory from a pool: who frees a value gives its slot back, who makes one takes a slot that is
+large enough, so in the steady state nothing is allocated. Tensors are made over a slot's storage with `set_`:
+views would share a version counter, and autograd would refuse a graph whose slot is filled again. That is safe
+because the program orders every refill behind the free that gave the slot back.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from executor.decompose.layers import TensorName
+from executor.host import over_storage
+from executor.streams import Device
+from planner.contract.actions import Value
+
+SLOT_ALIGNMENT = 64
+
+
+@dataclass
+class Held:
+    """A value on the device. flat: its bytes where it lies in a slot; tensors: by name of the boundary.
+
+    parameters, buffers, gradients: per layer by name, for weights and gradients.
+    """
+
+    nbytes: int = 0
+    slot: Tensor | None = None
+    flat: Tensor | None = None
+    tensors: dict[TensorName, Tensor] = field(default_factory=dict)
+    parameters: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+
+class SlotPool:
+    """Slots not in use, by size; the smallest that is large enough is taken."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+        self.reserved_bytes = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """A slot of at least `nbytes`, of a little less waste than twice that."""
+        with self._lock:
+            fitting = [slot for slot in self._free if nbytes <= slot.nbytes <= 2 * nbytes + 4096]
+            if fitting:
+                best = min(fitting, key=lambda slot: slot.nbytes)
+                self._free = [slot for slot in self._free if slot is not best]
+                return best
+            self.reserved_bytes += nbytes
+        return self._device.slot(nbytes)
+
+    def give(self, slot: Tensor) -> None:
+        with self._lock:
+            self._free.append(slot)
+
+
+class DeviceMemory:
+    """The values on one device. Accounting follows the plan: bytes count from make to free."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.pool = SlotPool(device)
+        self._held: dict[Value, Held] = {}
+        self._lock = threading.Lock()
+
+    def make(self, value: Value, nbytes: int, slot_nbytes: int = 0) -> Held:
+        """A value in a slot of its own, counted from now on. slot_nbytes: what the slot needs with alignment."""
+        self.device.account(nbytes, str(value))
+        slot = self.pool.take(max(nbytes, slot_nbytes, 1))
+        held = Held(nbytes, slot, over_storage(slot.untyped_storage(), 0, (nbytes,), slot.dtype))
+        self._keep(value, held)
+        return held
+
+    def keep(self, value: Value, tensors: dict[TensorName, Tensor]) -> None:
+        """Tensors that compute made; the meter counts their storages as long as they live."""
+        self._keep(value, Held(tensors=tensors))
+
+    def _keep(self, value: Value, held: Held) -> None:
+        with self._lock:
+            assert value not in self._held, f"{value} is there already"
+            self._held[value] = held
+
+    def __getitem__(self, value: Value) -> Held:
+        with self._lock:
+            return self._held[value]
+
+    def free(self, value: Value) -> None:
+        """The value is gone: its slot may be used again, its tensors are let go."""
+        with self._lock:
+            held = self._held.pop(value)
+        if held.slot is not None:
+            self.device.release(held.nbytes)
+            self.pool.give(held.slot)
+
+
+def tensors_in(slot: Tensor, shapes: dict[TensorName, tuple[tuple[int, ...], object]]) -> dict[TensorName, Tensor]:
+    """Tensors one after the other in a slot, each aligned. shapes: name -> (shape, dtype)."""
+    found, offset = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        tensor = over_storage(slot.untyped_storage(), offset, shape, dtype)  # type: ignore[arg-type]
+        found[name] = tensor
+        offset += -(-tensor.nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    return found
+
+
+def slot_bytes(shapes: dict[TensorName, tuple[tuple[int, ...], object]]) -> int:
+    """The size of a slot for `tensors_in`."""
+    total = 0
+    for shape, dtype in shapes.values():
+        count = 1
+        for size in shape:
+            count *= size
+        total += -(-count * dtype.itemsize // SLOT_ALIGNMENT) * SLOT_ALIGNMENT  # type: ignore[attr-defined]
+    return total

@@ -1,0 +1,33 @@
+"""What a run is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from executor.models import Workload, load_workload
+
+DeviceKind = Literal["virtual", "cuda"]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """model: a spec for models.load_workload. settings: the optimizer's arguments by torch.optim's names.
+
+    paced: on virtual devices actions take their planned seconds; without, as long as they take.
+    """
+
+    model: str
+    device: DeviceKind = "virtual"
+    steps: int = 10
+    optimizer: str = "adamw"
+    settings: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
+    seed: int = 0
+    data: Path | None = None
+    paced: bool = True
+    patterns: tuple[str, ...] = ()
+
+    def load(self) -> Workload:
+        """The workload, the same in every process."""
+        return load_workload(self.model, seed=self.seed, data=self.data)

@@ -1,0 +1,205 @@
+"""Measure a profile: seconds, peak and saved bytes of every layer at several microbatch sizes.
+
+Layers with the same signature are measured once. Bytes come from the meter, seconds from runs without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from executor.decompose import Decomposition, Layer, decompose
+from executor.decompose.layers import BATCH, TensorName
+from executor.meter import Meter
+from executor.models import Workload
+from executor.optimizer import make_optimizer
+from executor.structure import aligned, structure
+from planner.contract import profile as contract
+from planner.contract.errors import HarmonyError
+
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One layer at one size."""
+
+    forward: contract.ForwardCost
+    backward: contract.BackwardCost
+
+
+def measure_profile(
+    workload: Workload,
+    spec: str,
+    microbatch_sizes: Sequence[int],
+    *,
+    optimizer: str,
+    settings: Mapping[str, Any],
+    patterns: tuple[str, ...] = (),
+    repeats: int = 5,
+    device: torch.device | str = "cpu",
+    device_name: str = "virtual",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> contract.Profile:
+    """The profile of a workload. Raises HarmonyError for sizes below 1 and for times that cannot be true."""
+    sizes = sorted(set(microbatch_sizes))
+    if not sizes or sizes[0] < 1:
+        raise HarmonyError(f"--microbatches {','.join(map(str, microbatch_sizes))}: sizes start at 1")
+    generator = torch.Generator().manual_seed(0)
+    decomposition = decompose(workload, workload.draw(generator, 2), patterns=patterns)
+    skeleton = structure(decomposition, spec, optimizer, settings, patterns)
+    bench = _Bench(decomposition, repeats, torch.device(device))
+    costs: dict[tuple[str, int], Measured] = {}
+    unique = {layer.signature for layer in decomposition.layers}
+    for size in sizes:
+        bench.run(workload.draw(generator, size), size, costs, lambda: progress(len(costs), len(unique) * len(sizes)))
+    updates: dict[str, contract.UpdateCost] = {}
+    layers = []
+    for layer, sized in zip(decomposition.layers, skeleton.layers, strict=True):
+        if layer.signature not in updates:
+            updates[layer.signature] = bench.update_cost(layer, optimizer, settings)
+        found = [costs[layer.signature, size] for size in sizes]
+        layers.append(
+            msgspec.structs.replace(
+                sized,
+                forward=tuple(cost.forward for cost in found),
+                backward=tuple(cost.backward for cost in found),
+                update=updates[layer.signature],
+            )
+        )
+    memory = torch.cuda.get_device_properties(device).total_memory if torch.device(device).type == "cuda" else 0
+    profile = msgspec.structs.replace(
+        skeleton, layers=tuple(layers), device=contract.Device(device_name, memory, torch.get_num_threads())
+    )
+    contract.check(profile)
+    return profile
+
+
+class _Bench:
+    """Runs layers alone, on inputs that the layers before them really made."""
+
+    def __init__(self, decomposition: Decomposition, repeats: int, device: torch.device) -> None:
+        self.decomposition = decomposition
+        self.repeats = repeats
+        self.device = device
+
+    def run(
+        self, batch: dict[str, Tensor], size: int, costs: dict[tuple[str, int], Measured], done: Callable[[], None]
+    ) -> None:
+        """Measure every layer not yet measured at this size."""
+        values: dict[TensorName, Tensor] = {(BATCH, n): t.to(self.device) for n, t in batch.items()}
+        last_use = {key: b.consumers[-1] for key, b in self.decomposition.boundaries.items()}
+        for i, layer in enumerate(self.decomposition.layers):
+            given = [values[key] for key in layer.inputs]
+            parameters, buffers = self._tensors(layer)
+            key = layer.signature, size
+            if key not in costs:
+                costs[key] = Measured(
+                    self._forward(layer, parameters, buffers, given, size), self._backward(layer, parameters, buffers, given, size)
+                )
+                done()
+            with torch.no_grad():
+                out = layer(parameters, [b.clone() for b in buffers], given, size)
+            values |= {(i, name): tensor for name, tensor in zip(layer.outputs, out, strict=True)}
+            values = {k: v for k, v in values.items() if last_use.get(k, -1) > i}
+
+    def _tensors(self, layer: Layer) -> tuple[list[Tensor], list[Tensor]]:
+        model = self.decomposition
+        parameters = []
+        for name in layer.parameters:
+            tensor = model.parameters[name].detach().to(self.device)
+            parameters.append(tensor.requires_grad_(model.parameters[name].requires_grad))
+        return parameters, [model.buffers[name].detach().clone().to(self.device) for name in layer.buffers]
+
+    def _forward(
+        self, layer: Layer, parameters: list[Tensor], buffers: list[Tensor], given: list[Tensor], size: int
+    ) -> contract.ForwardCost:
+        def once() -> float:
+            with torch.no_grad():
+                start = self._now()
+                layer(parameters, buffers, given, size)
+                return self._now() - start
+
+        seconds, spread = self._timed(once, f"forward of layer {layer.name} at {size}")
+        held = sum(aligned(t.nbytes) for t in (*parameters, *buffers)) + sum(t.nbytes for t in given)
+        with self._metered() as meter, torch.no_grad():
+            layer(parameters, buffers, given, size)
+        return contract.ForwardCost(size, seconds, held + meter.peak_bytes, spread)
+
+    def _backward(
+        self, layer: Layer, parameters: list[Tensor], buffers: list[Tensor], given: list[Tensor], size: int
+    ) -> contract.BackwardCost:
+        differentiable = {k for k, b in self.decomposition.boundaries.items() if b.is_differentiable}
+        trainable = [p for p in parameters if p.requires_grad]
+        for parameter in trainable:
+            parameter.grad = torch.zeros_like(parameter)
+
+        def inputs() -> list[Tensor]:
+            return [t.detach().requires_grad_(k in differentiable) for k, t in zip(layer.inputs, given, strict=True)]
+
+        def forward() -> tuple[tuple[Tensor, ...], list[Tensor]]:
+            out = layer(parameters, buffers, inputs(), size)
+            return out, [torch.ones_like(t) for t in out if t.requires_grad]
+
+        def once() -> float:
+            out, gradients = forward()
+            start = self._now()
+            torch.autograd.backward([t for t in out if t.requires_grad], gradients)
+            return self._now() - start
+
+        seconds, spread = self._timed(once, f"backward of layer {layer.name} at {size}")
+        held = sum(aligned(t.nbytes) for t in (*parameters, *trainable, *buffers)) + sum(t.nbytes for t in given)
+        outputs, gradients = forward()
+        handed = sum(g.nbytes for g in gradients)
+        del outputs
+        with self._metered() as meter:
+            out = layer(parameters, buffers, inputs(), size)
+            saved = meter.allocated_bytes
+            torch.autograd.backward([t for t in out if t.requires_grad], gradients)
+        for parameter in trainable:
+            parameter.grad = None
+        return contract.BackwardCost(size, seconds, held + handed + meter.peak_bytes, saved, spread)
+
+    def update_cost(self, layer: Layer, optimizer: str, settings: Mapping[str, Any]) -> contract.UpdateCost:
+        """The fused step of one layer's parameters on the host."""
+        tensors = [self.decomposition.parameters[name] for name in layer.parameters]
+        parameters = [t.detach().cpu().clone().requires_grad_() for t in tensors if t.requires_grad]
+        if not parameters:
+            return contract.UpdateCost()
+        stepped = make_optimizer(optimizer, parameters, settings)
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-4)
+
+        def once() -> float:
+            start = time.perf_counter()
+            stepped.step()
+            return time.perf_counter() - start
+
+        seconds, _ = self._timed(once, f"update of layer {layer.name}")
+        return contract.UpdateCost(seconds)
+
+    def _timed(self, once: Callable[[], float], what: str) -> tuple[float, float]:
+        """Median seconds and half the distance between the quartiles, after a warm-up."""
+        for _ in range(WARM_UP):
+            once()
+        times = [once() for _ in range(max(self.repeats, 2))]
+        low, _, high = quantiles(times, n=4, method="inclusive")
+        seconds = median(times)
+        if not 0 < seconds < float("inf"):
+            raise HarmonyError(f"{what}: measured {seconds} s; a time is finite and above 0")
+        return seconds, (high - low) / 2
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _metered(self) -> Meter:
+        return Meter(name="profile")

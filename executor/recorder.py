@@ -1,0 +1,67 @@
+"""What a rank records: spans of actions, samples of memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+SPAN_ITERATIONS = 4
+"""Spans are kept for the last so many iterations; ends of iterations for all."""
+
+
+@dataclass
+class RankRecord:
+    """One rank's part of a trace; picklable. Seconds are of time.perf_counter, the same on the whole server.
+
+    spans: (node, iteration, start, end, overrun). memory: (seconds, allocated bytes).
+    """
+
+    rank: int
+    spans: list[tuple[int, int, float, float, bool]] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    ends: dict[int, float] = field(default_factory=dict)
+    overruns: dict[int, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+    swapped_in_bytes: int = 0
+    swapped_out_bytes: int = 0
+    sent_bytes: int = 0
+
+
+class Recorder:
+    """Collects a rank's record; every stream's thread appends to it."""
+
+    def __init__(self, rank: int, steps: int) -> None:
+        self.record = RankRecord(rank)
+        self._first_kept = steps - SPAN_ITERATIONS
+
+    @contextmanager
+    def span(self, node: int, iteration: int) -> Iterator[Span]:
+        """Time an action; set `overrun` inside where it took longer than planned."""
+        span = Span(time.perf_counter())
+        yield span
+        end = time.perf_counter()
+        record = self.record
+        record.ends[iteration] = max(record.ends.get(iteration, 0.0), end)
+        if span.overrun:
+            record.overruns[iteration] = record.overruns.get(iteration, 0) + 1
+        if iteration >= self._first_kept:
+            record.spans.append((node, iteration, span.started, end, span.overrun))
+
+    def memory(self, allocated_bytes: int) -> None:
+        """The bytes allocated changed."""
+        self.record.memory.append((time.perf_counter(), allocated_bytes))
+
+    def forget_memory(self) -> None:
+        """Keep memory samples from here on only."""
+        self.record.memory.clear()
+
+
+@dataclass
+class Span:
+    """A running action."""
+
+    started: float
+    overrun: bool = False

@@ -1,0 +1,237 @@
+"""Replay a program on one device: a thread per stream, each running its actions in order, iteration after iteration.
+
+    wait     for what rules and plan say this action follows (precedence.Graph.waits): here by a condition, from
+             other ranks by their done counters in the host store
+    run      HANDLERS[type(action)]
+    mark     an event behind it on its stream; once that has happened, done[action] = iterations completed
+
+Iterations follow each other without a barrier. No thread waits for free bytes, only for named actions, and the
+verified program has no cycle, so nothing here can deadlock. A failure in any thread ends all of them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from executor.decompose import Decomposition
+from executor.handlers import HANDLERS, check_supported
+from executor.host import HostStore
+from executor.memory import DeviceMemory
+from executor.models import Workload
+from executor.optimizer import LayerOptimizer
+from executor.options import RunOptions
+from executor.p2p import Peers
+from executor.randomness import mixed_seed
+from executor.recorder import RankRecord, Recorder
+from executor.streams import Device, Event, make_device
+from executor.structure import LayerPlaces
+from planner.contract.actions import Send
+from planner.contract.hardware import Hardware
+from planner.contract.precedence import Graph
+
+POLL_SECONDS = 0.0002
+"""How often the counters of other ranks are looked at."""
+BATCH_STREAM = 1 << 20
+"""A layer number that no model has: the batches' own place among the seeds."""
+
+
+class Aborted(Exception):
+    """Another thread or rank failed first."""
+
+
+class Rank:
+    """One device's part of a run."""
+
+    def __init__(
+        self,
+        rank: int,
+        graph: Graph,
+        hardware: Hardware,
+        workload: Workload,
+        decomposition: Decomposition,
+        places: Sequence[LayerPlaces],
+        store: HostStore,
+        options: RunOptions,
+    ) -> None:
+        self.rank = rank
+        self.graph = graph
+        self.rules = graph.rules
+        self.workload = workload
+        self.decomposition = decomposition
+        self.places = places
+        self.store = store
+        self.options = options
+        check_supported(self.rules, graph.actions)
+        num_devices = self.rules.configuration.num_devices
+        self.recorder = Recorder(rank, options.steps)
+        self.device: Device = make_device(
+            options.device, rank, hardware, num_devices, store, paced=options.paced, on_memory=self.recorder.memory
+        )
+        self.memory = DeviceMemory(self.device)
+        pairs = {(self.rules.place(a)[0], a.value.device) for a in graph.actions if isinstance(a, Send)}
+        self.peers = Peers(sorted(pairs), "nccl" if options.device == "cuda" else "gloo")
+        layers = range(len(decomposition.layers))
+        self.optimizer = LayerOptimizer(
+            options.optimizer,
+            options.settings,
+            [store.weights(i) for i in layers],
+            [store.gradients(i) for i in layers],
+            store.states(),
+        )
+        self._lanes = [i for i, lane in enumerate(graph.lanes) if lane.device == rank]
+        self._recorded = [0] * len(graph.actions)
+        self._events: dict[tuple[int, int], Event] = {}
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._over: queue.SimpleQueue[tuple[int, int, Event] | None] = queue.SimpleQueue()
+
+    def run(self, on_iteration: Callable[[int, float, float], None] | None = None) -> RankRecord:
+        """Run all iterations. on_iteration(iteration, loss, seconds) is called on rank 0 as they end.
+
+        Raises the first failure of this rank, or Aborted where another rank failed first.
+        """
+        others = [lane for lane in self._lanes if self.graph.lanes[lane].stream != "compute"]
+        threads = [self._thread(lambda lane=lane: self._run_lane(lane), self.graph.lanes[lane].stream) for lane in others]
+        finisher = self._thread(self._complete, "completion")
+        if self.rank == 0:
+            threads.append(self._thread(lambda: self._feed(on_iteration), "batches"))
+        # compute stays on the main thread: autograd and the generators belong to it
+        for lane in self._lanes:
+            if lane not in others:
+                self._guard(lambda lane=lane: self._run_lane(lane))
+        for thread in threads:
+            thread.join()
+        self._over.put(None)
+        finisher.join()
+        if self._failure is not None:
+            raise self._failure
+        self.device.finish()
+        record = self.recorder.record
+        record.peak_bytes = self.device.peak_bytes
+        record.reserved_bytes = self.memory.pool.reserved_bytes
+        return record
+
+    # ---- one stream
+
+    def _run_lane(self, lane_index: int) -> None:
+        lane = self.graph.lanes[lane_index]
+        first = self.graph.first_of[lane_index]
+        for iteration in range(self.options.steps):
+            for node, entry in enumerate(lane.entries, first):
+                for other, ago in self.graph.waits[node]:
+                    self._wait(lane.stream, other, iteration - ago)
+                with self.recorder.span(node, iteration) as span, self.device.on(lane.stream if lane.stream != "compute" else "host"):
+                    span.overrun = HANDLERS[type(entry.action)](self, entry.action, iteration)
+                self._mark(lane.stream, node, iteration)
+
+    def _wait(self, stream: str, node: int, iteration: int) -> None:
+        """Until an action of an iteration is over for this stream; iterations before the first one are."""
+        if iteration < 0:
+            return
+        if self.graph.lanes[self.graph.lane_of[node]].device != self.rank:
+            self.poll(lambda: self.store.done[node] > iteration)
+            return
+        with self._changed:
+            while self._recorded[node] <= iteration:
+                self._check()
+                self._changed.wait(0.5)
+        # recorded: now the event is one to wait for; gone: it is over and a later iteration's took its place
+        self.device.wait(stream, self._events.get((node, iteration)))
+
+    def _mark(self, stream: str, node: int, iteration: int) -> None:
+        event = self.device.mark(stream)
+        if event is None:
+            self.store.done[node] = iteration + 1
+        else:
+            self._events[node, iteration] = event
+            self._over.put((node, iteration, event))
+        with self._changed:
+            self._recorded[node] = iteration + 1
+            self._changed.notify_all()
+
+    def _complete(self) -> None:
+        """Tell other ranks what has really happened on the GPU, so that no launching thread waits for it."""
+        while (item := self._over.get()) is not None:
+            node, iteration, event = item
+            self.device.when_over(event, lambda: None)
+            self.store.done[node] = iteration + 1
+            self._events.pop((node, iteration - 1), None)
+
+    def poll(self, is_so: Callable[[], bool]) -> None:
+        """Wait for something that other ranks write."""
+        while not is_so():
+            self._check()
+            time.sleep(POLL_SECONDS)
+
+    # ---- batches
+
+    def wait_for_batch(self, iteration: int) -> None:
+        """Until the batch of an iteration is in the store."""
+        self.poll(lambda: self.store.num_batches > iteration)
+
+    def _feed(self, on_iteration: Callable[[int, float, float], None] | None) -> None:
+        """Draw batch k into half k % 2 once iteration k - 2 is over everywhere, and report what is over."""
+        minibatch = self.rules.configuration.minibatch
+        last = time.perf_counter()
+        for k in range(self.options.steps + 2):
+            ended = k - 2
+            if ended >= 0:
+                self.poll(lambda ended=ended: self.is_over(ended))  # type: ignore[misc]
+                now = time.perf_counter()
+                if on_iteration is not None:
+                    on_iteration(ended, self.loss(ended), now - last)
+                last = now
+            if k < self.options.steps:
+                batch = draw_batch(self.workload, self.options.seed, k, minibatch)
+                for name in self.store.layout.batch[0]:
+                    self.store.batch(k, name, 0, minibatch).copy_(batch[name])
+                self.store.num_batches = k + 1
+
+    def is_over(self, iteration: int) -> bool:
+        """Whether every stream of every rank has finished an iteration."""
+        ends = (first + len(lane.entries) - 1 for first, lane in zip(self.graph.first_of, self.graph.lanes, strict=True))
+        return all(self.store.done[node] > iteration for node in ends)
+
+    def loss(self, iteration: int) -> float:
+        """The minibatch's loss of one of the last two iterations."""
+        return minibatch_loss(self.store.losses[iteration % 2].tolist(), self.rules.backward_samples)
+
+    # ---- failure
+
+    def _thread(self, work: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=self._guard, args=(work,), name=f"gpu{self.rank}/{name}", daemon=True)
+        thread.start()
+        return thread
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Run, and on failure end the other threads and ranks."""
+        try:
+            work()
+        except BaseException as error:
+            with self._changed:
+                if self._failure is None or isinstance(self._failure, Aborted):
+                    self._failure = error
+                if not isinstance(error, Aborted) and not self.store.failed:
+                    self.store.failed = self.rank + 1
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._failure is not None or self.store.failed:
+            raise Aborted(f"gpu{self.store.failed - 1} failed")
+
+
+def minibatch_loss(losses: Sequence[float], samples: Sequence[tuple[int, int]]) -> float:
+    """The loss of the minibatch from its microbatches': each weighs as many samples as it has."""
+    total = samples[-1][1]
+    return sum(loss * ((end - first) / total) for loss, (first, end) in zip(losses, samples, strict=True))
+
+
+def draw_batch(workload: Workload, seed: int, iteration: int, minibatch: int) -> dict[str, torch.Tensor]:
+    """The batch of an iteration, whatever was drawn before."""
+    generator = torch.Generator().manual_seed(mixed_seed(seed, iteration, BATCH_STREAM, 0))
+    return workload.draw(generator, minibatch)
