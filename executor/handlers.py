@@ -1,6 +1,7 @@
 """What each action does. `HANDLERS[type(action)](rank, action, iteration)` runs it, already in its order.
 
-A handler never waits for another action: replay.py has done that. It runs on its stream's thread.
+A handler never waits for another action: replay.py has done that. It runs on its stream's thread. Forward and
+backward are in compute.py.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from executor.compute import run_backward, run_forward
 from executor.decompose.layers import BATCH, TensorName
-from executor.memory import Held, slot_bytes, tensors_in
 from executor.host import over_storage
-from executor.randomness import seed_layer
+from executor.memory import slot_bytes, tensors_in
 from planner.contract.actions import (
     Action,
     Agree,
@@ -32,234 +32,9 @@ from planner.contract.actions import (
 )
 from planner.contract.errors import HarmonyError
 from planner.contract.rules import Rules
-from planner.contract.schedule import BackwardPack
 
 if TYPE_CHECKING:
     from executor.replay import Rank
-
-Environment = dict[TensorName, Tensor]
-
-
-# ---- compute
-
-
-def run_forward(rank: Rank, action: Forward, iteration: int) -> bool:
-    """A forward pack without gradients: what later packs and recomputes need stays, the rest goes at once."""
-    started = time.perf_counter()
-    pack = rank.rules.forward_packs[action.pack]
-    first, end = rank.rules.forward_samples[action.microbatch]
-    weights = _weights(rank, rank.rules.forward_weights(action.pack, rank.rules.forward_replica[action.microbatch]))
-    values = [value for value in rank.rules.effects(action).makes if value.kind in "YS"]
-    handed = {value: [(t.src, t.name) for t in rank.rules.tensors_of(value)] for value in values}
-    environment = _given(rank, action)
-    with rank.device.on("compute"), torch.no_grad():
-        kept = {key for keys in handed.values() for key in keys}
-        for layer in range(pack.first, pack.last + 1):
-            seed_layer(rank.options.seed, iteration, layer, first)
-            _run_layer(rank, layer, weights, environment, end - first, own_buffers=False)
-            _forget(rank, environment, layer, pack.last, kept)
-        for value, keys in handed.items():
-            rank.memory.keep(value, {key: _standalone(environment[key], environment, key) for key in keys})
-        environment.clear()
-    return rank.device.pace(started, pack.seconds[action.microbatch] if pack.seconds else 0.0)
-
-
-def run_backward(rank: Rank, action: Backward, iteration: int) -> bool:
-    """Forward again with gradients (for the fused pack: for the first time), then backward."""
-    started = time.perf_counter()
-    rules = rank.rules
-    pack = rules.backward_packs[action.pack]
-    samples = rules.backward_samples[action.microbatch]
-    replica = rules.backward_replica[action.microbatch]
-    weights = _weights(rank, rules.backward_weights(action.pack, replica))
-    _attach_gradients(rank, action, weights)
-    given = _given(rank, action)
-    is_fused = action.pack == rules.fused
-    with rank.device.on("compute"):
-        leaves = {
-            key: tensor.detach().requires_grad_(rank.decomposition.boundaries[key].is_differentiable)
-            for key, tensor in given.items()
-        }
-        del given
-        loss, ends = _recompute(rank, pack, samples, iteration, weights, dict(leaves), is_fused)
-        if is_fused:
-            share = (samples[1] - samples[0]) / rules.configuration.minibatch
-            rank.store.losses[iteration % 2][action.microbatch].copy_(loss.detach(), non_blocking=True)
-            torch.autograd.backward([loss], [torch.full_like(loss, share)])
-        else:
-            outputs, gradients = _received_gradients(rank, action, ends)
-            torch.autograd.backward(outputs, gradients)
-            del outputs, gradients
-        del loss, ends
-        handed = Value("D", action.pack, action.microbatch)
-        tensors = rules.tensors_of(handed)
-        if tensors:
-            found = {(t.src, t.name): leaves[t.src, t.name] for t in tensors}
-            rank.memory.keep(
-                handed, {k: _standalone(t.grad if t.grad is not None else torch.zeros_like(t), {}, k) for k, t in found.items()}
-            )
-        leaves.clear()
-    return rank.device.pace(started, pack.seconds[action.microbatch] if pack.seconds else 0.0)
-
-
-def _recompute(
-    rank: Rank,
-    pack: BackwardPack,
-    samples: tuple[int, int],
-    iteration: int,
-    weights: Held,
-    environment: Environment,
-    is_fused: bool,
-) -> tuple[Tensor, Environment]:
-    """The loss (of the fused pack), and what leaves the pack with a gradient to come."""
-    ends: Environment = {}
-    kept: set[TensorName] = set()
-    loss = torch.empty(0)
-    for layer in range(pack.first, pack.last + 1):
-        seed_layer(rank.options.seed, iteration, layer, samples[0])
-        # statistics are updated once: by the forward, which for the fused pack is this one
-        out = _run_layer(rank, layer, weights, environment, samples[1] - samples[0], own_buffers=not is_fused)
-        if is_fused and layer == pack.last:
-            (loss,) = out
-        for name in rank.decomposition.layers[layer].outputs if layer < len(rank.decomposition.layers) - 1 else ():
-            boundary = rank.decomposition.boundaries[layer, name]
-            if boundary.consumers[-1] > pack.last and boundary.is_differentiable:
-                ends[layer, name] = environment[layer, name]
-        _forget(rank, environment, layer, pack.last, kept)
-    return loss, ends
-
-
-def _run_layer(
-    rank: Rank, layer: int, weights: Held, environment: Environment, num_samples: int, *, own_buffers: bool
-) -> tuple[Tensor, ...]:
-    """Run one layer; its outputs go into the environment."""
-    code = rank.decomposition.layers[layer]
-    parameters = weights.parameters.get(layer, {})
-    buffers = weights.buffers.get(layer, {})
-    held = [buffers[name].clone() if own_buffers and name in code.mutated_buffers else buffers[name] for name in code.buffers]
-    out = code([parameters[name] for name in code.parameters], held, [environment[key] for key in code.inputs], num_samples)
-    if layer < len(rank.decomposition.layers) - 1:
-        for name, tensor in zip(code.outputs, out, strict=True):
-            environment[layer, name] = tensor
-    return out
-
-
-def _forget(rank: Rank, environment: Environment, layer: int, last: int, kept: set[TensorName]) -> None:
-    """Let go of what no later layer of the pack uses and nobody outside waits for."""
-    for key in list(environment):
-        consumers = rank.decomposition.boundaries[key].consumers
-        if key not in kept and not any(layer < consumer <= last for consumer in consumers):
-            del environment[key]
-
-
-def _standalone(tensor: Tensor, environment: Environment, key: TensorName) -> Tensor:
-    """The tensor in a storage of its own: a view would keep the rest alive, uncounted by the plan."""
-    tensor = tensor.detach()
-    storage = tensor.untyped_storage()
-    shared = any(
-        other is not tensor and name != key and other.untyped_storage().data_ptr() == storage.data_ptr()
-        for name, other in environment.items()
-    )
-    if shared or storage.nbytes() != tensor.nbytes or not tensor.is_contiguous():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
-
-
-def _weights(rank: Rank, values: tuple[Value, ...]) -> Held:
-    """Parameters and buffers of a pack, from one value or from several held ones."""
-    if len(values) == 1:
-        return rank.memory[values[0]]
-    joined = Held()
-    for value in values:
-        held = rank.memory[value]
-        joined.parameters |= held.parameters
-        joined.buffers |= held.buffers
-    return joined
-
-
-def _attach_gradients(rank: Rank, action: Backward, weights: Held) -> None:
-    """Each parameter's .grad is its place in G, zeroed by the first microbatch: backward adds in place."""
-    rules = rank.rules
-    if not rules.is_trained(action.pack):
-        return
-    replica = rules.backward_replica[action.microbatch]
-    value = Value("G", action.pack, replica=rules.replica_tag(replica))
-    if value in rules.effects(action).makes:
-        held = rank.memory.make(value, rules.nbytes(value))
-        assert held.flat is not None
-        with rank.device.on("compute"):
-            held.flat.zero_()
-        pack = rules.backward_packs[action.pack]
-        start = 0
-        for layer in range(pack.first, pack.last + 1):
-            held.gradients[layer] = {
-                name: over_storage(held.flat.untyped_storage(), start + place.offset, place.shape, place.dtype)
-                for name, place in rank.places[layer].gradients.items()
-            }
-            start += rank.places[layer].gradient_bytes
-    for layer, gradients in rank.memory[value].gradients.items():
-        for name, gradient in gradients.items():
-            weights.parameters[layer][name].grad = gradient
-
-
-def _given(rank: Rank, action: Forward | Backward) -> Environment:
-    """The tensors that a pack is given, from the values that its effects read."""
-    rules = rank.rules
-    found: Environment = {}
-    parts: dict[TensorName, list[tuple[int, Tensor]]] = {}
-    for place, value in rules.effects(action).reads:
-        if place != "gpu" or value.kind not in "IXY":
-            continue
-        for key, tensor in rank.memory[value].tensors.items():
-            if value.kind == "Y" and isinstance(action, Backward):
-                parts.setdefault(key, []).append((value.microbatch, tensor))
-            else:
-                found[key] = tensor
-    if isinstance(action, Backward):
-        for key, pieces in parts.items():
-            found[key] = _joined(rank, rules, action, key, pieces)
-    wanted = _wanted(rules, action)
-    return {key: tensor for key, tensor in found.items() if key in wanted}
-
-
-def _wanted(rules: Rules, action: Forward | Backward) -> set[TensorName]:
-    pack: Any = (rules.forward_packs if isinstance(action, Forward) else rules.backward_packs)[action.pack]
-    return {(t.src, t.name) for t in rules.costs.entering(pack.first, pack.last)}
-
-
-def _joined(
-    rank: Rank, rules: Rules, action: Backward, key: TensorName, pieces: list[tuple[int, Tensor]]
-) -> Tensor:
-    """A backward microbatch's samples out of the forward microbatches that have them."""
-    boundary = rank.decomposition.boundaries[key]
-    if not boundary.is_batched:
-        return pieces[0][1]
-    first, end = rules.backward_samples[action.microbatch]
-    rows = boundary.shape[0]
-    cut = []
-    for microbatch, tensor in sorted(pieces, key=lambda piece: piece[0]):
-        begin, stop = rules.forward_samples[microbatch]
-        cut.append(tensor[(max(first, begin) - begin) * rows : (min(end, stop) - begin) * rows])
-    if len(cut) == 1:
-        return cut[0]
-    with rank.device.on("compute"):
-        return torch.cat(cut)
-
-
-def _received_gradients(rank: Rank, action: Backward, ends: Environment) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of what left the pack, summed over the later packs that used it, the last one first as autograd does."""
-    rules = rank.rules
-    sums: Environment = {}
-    device = rank.rank
-    for b in reversed(rules.gradient_sources(action.pack)):
-        source = rules.backward_device(b, rules.backward_replica[action.microbatch])
-        value = Value("D", b, action.microbatch, device=-1 if source == device else device)
-        for key, gradient in rank.memory[value].tensors.items():
-            if key in ends:
-                sums[key] = sums[key] + gradient if key in sums else gradient
-    keys = [key for key in ends if key in sums]
-    return [ends[key] for key in keys], [sums[key] for key in keys]
-
 
 # ---- swaps
 
@@ -277,63 +52,75 @@ def run_swap_in(rank: Rank, action: SwapIn, iteration: int) -> bool:
 
 
 def _swap_in_weights(rank: Rank, value: Value, nbytes: int) -> None:
+    started = time.perf_counter()
     pack: Any = (rank.rules.forward_packs if value.kind == "WF" else rank.rules.backward_packs)[value.pack]
-    held = rank.memory.make(value, nbytes)
+    held = rank.memory.make(value, nbytes, "h2d")
     assert held.flat is not None
-    rank.device.copy(held.flat, rank.store.weight_range(pack.first, pack.last), "h2d")
     storage, start = held.flat.untyped_storage(), 0
     for layer in range(pack.first, pack.last + 1):
         places = rank.places[layer]
-        parameters = {n: over_storage(storage, start + p.offset, p.shape, p.dtype) for n, p in places.weights.items()}
+        parameters = {
+            n: over_storage(storage, start + p.offset, p.shape, p.dtype) for n, p in places.weights.items()
+        }
         if value.kind == "WB":
             for name in places.gradients:
                 parameters[name].requires_grad_()
         held.parameters[layer] = parameters
-        held.buffers[layer] = {n: over_storage(storage, start + p.offset, p.shape, p.dtype) for n, p in places.buffers.items()}
+        held.buffers[layer] = {
+            n: over_storage(storage, start + p.offset, p.shape, p.dtype) for n, p in places.buffers.items()
+        }
         start += places.weight_bytes + places.buffer_bytes
+    rank.device.copy([(held.flat, rank.store.weight_range(pack.first, pack.last))], "h2d", started)
 
 
 def _swap_in_tensors(rank: Rank, value: Value, nbytes: int, iteration: int) -> None:
     """Batch tensors and stashes of one microbatch."""
-    samples = (rank.rules.forward_samples if value.kind == "I" else rank.rules.backward_samples)[value.microbatch]
+    samples = (rank.rules.forward_samples if value.kind == "I" else rank.rules.backward_samples)[
+        value.microbatch
+    ]
     boundaries = rank.decomposition.boundaries
     keys = [(t.src, t.name) for t in rank.rules.tensors_of(value)]
     shapes = {k: (boundaries[k].shape_of(samples[1] - samples[0]), boundaries[k].dtype) for k in keys}
     if any(key[0] == BATCH for key in keys):
         rank.wait_for_batch(iteration)
-    held = rank.memory.make(value, nbytes, slot_bytes(shapes))
+    started = time.perf_counter()
+    held = rank.memory.make(value, nbytes, "h2d", slot_bytes(shapes))
     assert held.slot is not None
     held.tensors = tensors_in(held.slot, shapes)
+    copies = []
     for key, tensor in held.tensors.items():
         if key[0] == BATCH:
             source = rank.store.batch(iteration, key[1], *samples)
         else:
             source = rank.store.stash(key, *samples, rank.rules.intersecting(value.microbatch)[0])
-        rank.device.copy(tensor, source, "h2d")
+        copies.append((tensor, source))
+    rank.device.copy(copies, "h2d", started)
 
 
 def run_swap_out(rank: Rank, action: SwapOut, iteration: int) -> bool:
     """Device to host: stashes, gradients, changed buffers."""
+    started = time.perf_counter()
     value, rules = action.value, rank.rules
+    copies: list[tuple[Tensor, Tensor]] = []
     if value.kind == "S":
         first, end = rules.forward_samples[value.microbatch]
-        tensors = {}
+        tensors: dict[TensorName, Tensor] = {}
         for _, part in rules.effects(action).reads:
             tensors |= rank.memory[part].tensors
         for tensor in rules.stashed_tensors(value.pack):
             source = tensors[tensor.src, tensor.name]
             rank.device.used_on(source, "d2h")
-            rank.device.copy(rank.store.stash((tensor.src, tensor.name), first, end, value.microbatch), source, "d2h")
+            copies.append((rank.store.stash((tensor.src, tensor.name), first, end, value.microbatch), source))
     elif value.kind == "G":
         pack = rules.backward_packs[value.pack]
         flat = rank.memory[value].flat
         assert flat is not None
-        rank.device.copy(rank.store.gradient_range(pack.first, pack.last), flat, "d2h")
+        copies.append((rank.store.gradient_range(pack.first, pack.last), flat))
     else:
         for layer, buffers in rank.memory[value].buffers.items():
             if rank.decomposition.layers[layer].batch_coupled:
-                for name, target in rank.store.buffers(layer).items():
-                    rank.device.copy(target, buffers[name], "d2h")
+                copies += [(target, buffers[name]) for name, target in rank.store.buffers(layer).items()]
+    rank.device.copy(copies, "d2h", started)
     rank.recorder.record.swapped_out_bytes += rules.moved_bytes(action)
     return False
 
@@ -362,7 +149,7 @@ def run_receive(rank: Rank, action: Receive, iteration: int) -> bool:
     boundaries = rank.decomposition.boundaries
     keys = [(t.src, t.name) for t in rules.tensors_of(value)]
     shapes = {k: (boundaries[k].shape_of(samples[1] - samples[0]), boundaries[k].dtype) for k in keys}
-    held = rank.memory.make(value, rules.nbytes(value), slot_bytes(shapes))
+    held = rank.memory.make(value, rules.nbytes(value), "recv", slot_bytes(shapes))
     assert held.slot is not None
     held.tensors = tensors_in(held.slot, shapes)
     for tensor in held.tensors.values():
@@ -380,7 +167,7 @@ def run_update(rank: Rank, action: Update, iteration: int) -> bool:
 
 
 def run_free(rank: Rank, action: Free, iteration: int) -> bool:
-    rank.memory.free(action.value)
+    rank.memory.free(action.value, rank.stream_of(action))
     return False
 
 
@@ -405,13 +192,19 @@ def check_supported(rules: Rules, actions: list[Action]) -> None:
             ("update", pack.update, "host"),
         ):
             if value != only:
-                raise HarmonyError(f"backward pack {b}: {name} {value!r} cannot be replayed yet, only {only!r}")
+                raise HarmonyError(
+                    f"backward pack {b}: {name} {value!r} cannot be replayed yet, only {only!r}"
+                )
         others = set(pack.activations) - {"recompute"}
         if others:
-            raise HarmonyError(f"backward pack {b}: activations {others.pop()!r} cannot be replayed yet, only 'recompute'")
+            raise HarmonyError(
+                f"backward pack {b}: activations {others.pop()!r} cannot be replayed yet, only 'recompute'"
+            )
     for p, forward in enumerate(rules.forward_packs):
         if forward.weights != "stream":
-            raise HarmonyError(f"forward pack {p}: weights {forward.weights!r} cannot be replayed yet, only 'stream'")
+            raise HarmonyError(
+                f"forward pack {p}: weights {forward.weights!r} cannot be replayed yet, only 'stream'"
+            )
     for action in actions:
         if isinstance(action, (Reduce, Agree)):
             raise HarmonyError(f"{action}: cannot be replayed yet")

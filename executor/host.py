@@ -1,6 +1,6 @@
 """The host store: one shared mapping per server with all that does not fit the devices.
 
-    control      done[action], losses, failure, batch count, busy links
+    control      done[action], begun[action] (of sends), losses, failure, batch count, busy links
     weights      W and buffers of all layers, flat     gradients, states   likewise
     batch x 2    iterations alternate                  stash               one area per stashed tensor
 
@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -49,8 +49,8 @@ def plan_store(rules: Rules, decomposition: Decomposition, num_nodes: int) -> St
     costs, last = rules.costs, rules.costs.num_layers - 1
     devices = rules.configuration.num_devices
     microbatches = len(rules.backward_samples)
-    # failed, batches, busy[device][direction], done[node]; losses as float32
-    end = _page(WORD * (2 + 2 * devices + num_nodes) + 4 * 2 * microbatches)
+    # failed, batches, busy[device][direction], done[node], begun[node]; losses as float32
+    end = _page(WORD * (2 + 2 * devices + 2 * num_nodes) + 4 * 2 * microbatches)
     offsets = []
     for nbytes in (costs.weight_bytes(0, last), costs.gradient_bytes(0, last), costs.state_bytes(0, last)):
         offsets.append(end)
@@ -68,7 +68,9 @@ def plan_store(rules: Rules, decomposition: Decomposition, num_nodes: int) -> St
         elif key in stashed:
             stash[key] = end
             end = _page(end + nbytes)
-    return StoreLayout(num_nodes, devices, microbatches, offsets[0], offsets[1], offsets[2], halves, stash, end)
+    return StoreLayout(
+        num_nodes, devices, microbatches, offsets[0], offsets[1], offsets[2], halves, stash, end
+    )
 
 
 def _page(nbytes: int) -> int:
@@ -106,16 +108,24 @@ class HostStore:
         self._rules = rules
         self._decomposition = decomposition
         self._places = places
-        words = memoryview(self._map)[: WORD * (2 + 2 * layout.num_devices + layout.num_nodes)].cast("q")
+        nodes = 2 + 2 * layout.num_devices
+        losses = WORD * (nodes + 2 * layout.num_nodes)
+        words = memoryview(self._map)[:losses].cast("q")
         self._words = words
-        self.done = words[2 + 2 * layout.num_devices :]
-        self.busy = words[2 : 2 + 2 * layout.num_devices]
-        losses = WORD * (2 + 2 * layout.num_devices + layout.num_nodes)
+        self.busy = words[2:nodes]
+        self.done = words[nodes : nodes + layout.num_nodes]
+        self.begun = words[nodes + layout.num_nodes :]
         self.losses = self._tensor(losses, (2, layout.num_microbatches), torch.float32)
         costs = rules.costs
-        self._weight_starts = [costs.weight_bytes(0, i) - costs.weight_bytes(i, i) for i in range(costs.num_layers)]
-        self._gradient_starts = [costs.gradient_bytes(0, i) - costs.gradient_bytes(i, i) for i in range(costs.num_layers)]
-        self._state_starts = [costs.state_bytes(0, i) - costs.state_bytes(i, i) for i in range(costs.num_layers)]
+        self._weight_starts = [
+            costs.weight_bytes(0, i) - costs.weight_bytes(i, i) for i in range(costs.num_layers)
+        ]
+        self._gradient_starts = [
+            costs.gradient_bytes(0, i) - costs.gradient_bytes(i, i) for i in range(costs.num_layers)
+        ]
+        self._state_starts = [
+            costs.state_bytes(0, i) - costs.state_bytes(i, i) for i in range(costs.num_layers)
+        ]
 
     # ---- control words
 
@@ -157,13 +167,18 @@ class HostStore:
         return self._views(self._places[layer].buffers, self.layout.weights + self._weight_starts[layer])
 
     def gradients(self, layer: int) -> dict[str, Tensor]:
-        return self._views(self._places[layer].gradients, self.layout.gradients + self._gradient_starts[layer])
+        return self._views(
+            self._places[layer].gradients, self.layout.gradients + self._gradient_starts[layer]
+        )
 
     def states(self) -> dict[str, dict[str, Tensor]]:
         """Optimizer state tensors by parameter and key."""
         found: dict[str, dict[str, Tensor]] = {}
         for layer, places in enumerate(self._places):
             start = self.layout.states + self._state_starts[layer]
+            for name in places.gradients:
+                # an optimizer without state (plain SGD) has an empty one
+                found.setdefault(name, {})
             for (name, key), place in places.states.items():
                 found.setdefault(name, {})[key] = self._tensor(start + place.offset, place.shape, place.dtype)
         return found
@@ -174,7 +189,7 @@ class HostStore:
         return self._rows(start, self._decomposition.boundaries[BATCH, name], first, end)
 
     def stash(self, key: TensorName, first: int, end: int, microbatch: int) -> Tensor:
-        """Samples [first, end) of a stashed tensor; one without samples has a place per forward microbatch."""
+        """Samples [first, end) of a stashed tensor; one without samples lies there per forward microbatch."""
         boundary = self._decomposition.boundaries[key]
         if boundary.is_batched:
             return self._rows(self.layout.stash[key], boundary, first, end)
@@ -182,7 +197,9 @@ class HostStore:
         return self._tensor(start, boundary.shape, boundary.dtype)
 
     def _rows(self, start: int, boundary: Boundary, first: int, end: int) -> Tensor:
-        return self._tensor(start + first * boundary.bytes_per_sample, boundary.shape_of(end - first), boundary.dtype)
+        return self._tensor(
+            start + first * boundary.bytes_per_sample, boundary.shape_of(end - first), boundary.dtype
+        )
 
     def _views(self, places: dict[str, Place], start: int) -> dict[str, Tensor]:
         return {name: self._tensor(start + p.offset, p.shape, p.dtype) for name, p in places.items()}
@@ -194,7 +211,9 @@ class HostStore:
         return over_storage(self._storage, start, shape, dtype)
 
 
-def over_storage(storage: torch.UntypedStorage, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def over_storage(
+    storage: torch.UntypedStorage, start: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
     """A tensor of its own over part of a storage: no view, so no version counter is shared."""
     strides, step = [], 1
     for size in reversed(shape):

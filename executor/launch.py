@@ -1,11 +1,13 @@
 """Run a schedule: one process per device, a store between them, and an end to all when one fails.
 
-    parent                    rank 0                          rank 1 ...
-    hosts the rendezvous      makes the store, fills it       opens the store
-    shows progress            runs its streams, feeds batches runs its streams
+    parent                    rank 0                            rank 1 ...
+    hosts the rendezvous      makes the store, fills it         opens the store
+    shows progress            runs its streams, feeds batches   runs its streams
     kills all on a failure    merges the records
 
-Under torchrun (RANK is set) this process is that rank, and torchrun is the parent.
+Ranks are fresh interpreters with torchrun's environment. They end with their parent, however it ends, and
+the store is memory without a name, so nothing is left behind. Under torchrun (RANK is set) this process is
+that rank, and torchrun is the parent.
 """
 
 from __future__ import annotations
@@ -18,83 +20,125 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from executor.decompose import Decomposition, decompose
-from executor.host import HostStore, StoreLayout, create_memory, plan_store
-from executor.models import Workload
+from executor.decompose import Decomposition
+from executor.host import HostStore, create_memory, plan_store
+from executor.load import check_folders, check_model, check_optimizer, fill, load, release, save_weights
 from executor.options import RunOptions
 from executor.record import merge
 from executor.recorder import RankRecord
 from executor.replay import Aborted, Rank
-from executor.structure import layer_places, structure
-from planner.contract.errors import FormatError, HarmonyError
+from executor.structure import layer_places
+from planner.contract import store as files
+from planner.contract.errors import HarmonyError
 from planner.contract.precedence import Graph
-from planner.contract.profile import Profile, model_hash
 from planner.contract.rules import Rules
 from planner.contract.schedule import Schedule, parse_program
 from planner.contract.trace import Trace
 from planner.contract.verify import check_microbatches, check_program
 
 Progress = Callable[[int, float, float], None]
-PATIENCE = timedelta(seconds=300)
-"""How long ranks wait for each other while they load."""
+"""progress(iteration, loss, seconds), as iterations end."""
+
+PATIENCE = timedelta(hours=1)
+"""How long ranks wait for each other while they load. A rank that dies is noticed by the parent at once."""
 KILL_SECONDS = 2.0
+LISTEN_SECONDS = 0.3
+"""How long after the first failure others are listened to: what it broke elsewhere may be heard of first."""
+LOOPBACK = "127.0.0.1"
 
 
 class RunError(RuntimeError):
-    """A rank failed for a reason that is no user's: the message is its traceback."""
+    """A rank failed for a reason that is no user's: the message is its traceback, or how its process ended."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told."""
+    """What every rank is told. text: the schedule as JSON; pickled, it would not hash to the same any more."""
 
-    schedule: Schedule
+    text: bytes
     options: RunOptions
     weights_out: Path | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule, read anew."""
+        return msgspec.json.decode(self.text, type=Schedule)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank says before it ends."""
+    """What a rank says before it ends, or what is said of one that could not. error: what to raise for it."""
 
     rank: int
     kind: str
     message: str
+    error: type[Exception] = RunError
+
+
+CAUSES = ("user", "memory", "died", "bug", "aborted")
+"""Kinds of failures; of several that are heard of at once, the first kind here caused the others."""
 
 
 def run_schedule(
-    schedule: Schedule, options: RunOptions, *, weights_out: Path | None = None, progress: Progress | None = None
+    schedule: Schedule | Path,
+    options: RunOptions,
+    *,
+    trace_path: Path | str | None = None,
+    weights_out: Path | None = None,
+    progress: Progress | None = None,
 ) -> Trace:
-    """Train by a schedule and return the measured trace.
+    """Train by a schedule (or a file with one) and return the measured trace; write it and the weights.
 
-    Raises HarmonyError (it does not belong to the model or machine), torch.OutOfMemoryError, RunError (a bug).
+    Raises HarmonyError (it does not belong to the model or machine), OSError, torch.OutOfMemoryError, RunError.
     """
-    job = Job(schedule, options, weights_out)
-    _check_optimizer(schedule, options)
-    num_devices = schedule.configuration.num_devices
-    if "RANK" in os.environ:
-        return _run_as_rank(job, num_devices, progress)
-    rendezvous = dist.TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
+    if isinstance(schedule, Path):
+        schedule = files.load_schedule(schedule)
+    check_optimizer(schedule, options)
+    parse_program(schedule.programs.train)
+    check_folders(trace_path, weights_out)
+    # the layers are the planned ones unless others are asked for
+    options = replace(options, patterns=options.patterns or schedule.profile.model.patterns)
+    job = Job(files.encode(schedule), options, weights_out)
+    note = progress or _note_nothing
+    is_rank = "RANK" in os.environ
+    trace = _run_as_rank(job, note) if is_rank else _run_locally(job, note)
+    if trace_path is not None and (not is_rank or os.environ["RANK"] == "0"):
+        files.save(trace, trace_path)
+    return trace
+
+
+def _note_nothing(iteration: int, loss: float, seconds: float) -> None:
+    return
+
+
+def _run_locally(job: Job, progress: Progress) -> Trace:
+    num_devices = job.schedule.configuration.num_devices
+    # port 0: the system picks a free one, and nobody can take it in between
+    rendezvous = dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK, 0, None, True, PATIENCE, wait_for_workers=False
+    )
     context = multiprocessing.get_context("spawn")
-    ranks = []
-    for rank in range(num_devices):
-        ours, theirs = context.Pipe(duplex=False)
-        arguments = (job, rank, num_devices, rendezvous.port, theirs)
-        process = context.Process(target=_rank_main, args=arguments, name=f"gpu{rank}", daemon=True)
-        process.start()
-        theirs.close()
-        ranks.append((process, ours))
+    ranks: list[tuple[Any, Connection]] = []
     try:
-        return _watch(ranks, progress or (lambda iteration, loss, seconds: None))
+        for rank in range(num_devices):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (job, rank, rendezvous.port, os.getpid(), theirs)
+            process = context.Process(target=_rank_main, args=arguments, name=f"gpu{rank}", daemon=True)
+            process.start()
+            # the rank has the only writing end now: its end is the end of what we read
+            theirs.close()
+            ranks.append((process, ours))
+        return _watch(ranks, progress)
     finally:
         for process, _ in ranks:
             if process.is_alive():
@@ -104,66 +148,62 @@ def run_schedule(
             connection.close()
 
 
-def _check_optimizer(schedule: Schedule, options: RunOptions) -> None:
-    planned = schedule.profile.optimizer
-    if planned != options.optimizer.lower():
-        raise FormatError(
-            f"the schedule was planned for optimizer {planned!r}, the run asks for {options.optimizer.lower()!r}; "
-            f"run with --optimizer {planned}, or profile and plan again"
-        )
-
-
 def _watch(ranks: list[tuple[Any, Connection]], progress: Progress) -> Trace:
     """Pass progress on until rank 0 hands over the trace; raise the first failure."""
     trace: Trace | None = None
-    open_connections = {connection: (rank, process) for rank, (process, connection) in enumerate(ranks)}
-    failures: list[Failure] = []
+    listening = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    failures: dict[int, Failure] = {}
     deadline: float | None = None
-    while open_connections and (deadline is None or time.monotonic() < deadline):
-        for connection in wait(list(open_connections), timeout=0.5):
+    while listening and (deadline is None or time.monotonic() < deadline):
+        for connection in wait(list(listening), timeout=LISTEN_SECONDS):
             assert isinstance(connection, Connection)
-            rank, process = open_connections[connection]
+            rank = listening[connection]
             try:
                 message = connection.recv()
-            except EOFError:
-                del open_connections[connection]
+            except (EOFError, OSError):
+                del listening[connection]
+                process, _ = ranks[rank]
                 process.join(KILL_SECONDS)
-                if process.exitcode != 0 and not any(f.rank == rank for f in failures):
-                    failures.append(Failure(rank, "bug", f"gpu{rank}: its process ended with exit status {process.exitcode}"))
+                if process.exitcode != 0:
+                    failures.setdefault(rank, Failure(rank, "died", f"gpu{rank}: {_how_it_ended(process.exitcode)}"))
                 continue
             if isinstance(message, Failure):
-                failures.append(message)
+                failures[rank] = message
             elif isinstance(message, Trace):
                 trace = message
             else:
                 progress(*message)
-        # what the first failure broke in other ranks may be heard of first: listen a little longer
         if failures and deadline is None:
-            deadline = time.monotonic() + 0.5
+            deadline = time.monotonic() + LISTEN_SECONDS
     if failures:
-        raise _to_error(min(failures, key=lambda f: ("user", "memory", "bug", "aborted").index(f.kind)))
+        first = min(failures.values(), key=lambda failure: CAUSES.index(failure.kind))
+        raise first.error(first.message)
     if trace is None:
         raise RunError("no rank handed over a trace")
     return trace
 
 
-def _to_error(failure: Failure) -> Exception:
-    if failure.kind == "user":
-        return HarmonyError(failure.message)
-    if failure.kind == "memory":
-        return torch.OutOfMemoryError(failure.message)
-    return RunError(failure.message)
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"its process ended with exit status {exit_code}"
+    name = signal.Signals(-exit_code).name
+    hint = "; the system kills so when the host is out of memory" if name == "SIGKILL" else ""
+    return f"its process was ended by {name}{hint}"
 
 
-def _rank_main(job: Job, rank: int, num_devices: int, port: int, parent: Connection) -> None:
+def _rank_main(job: Job, rank: int, port: int, parent_pid: int, parent: Connection) -> None:
     """A rank's process."""
-    _die_with_parent()
+    _die_with(parent_pid)
+    # Ctrl-C goes to the whole group: the parent answers it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    world = job.schedule.configuration.num_devices
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     # local ranks talk over the loopback; a host name need not resolve
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        rendezvous = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE)
-        dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=num_devices, timeout=PATIENCE)
+        rendezvous = dist.TCPStore(LOOPBACK, port, None, False, PATIENCE)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=world, timeout=PATIENCE)
         trace = _run_rank(job, rank, lambda *news: parent.send(news))
         if trace is not None:
             parent.send(trace)
@@ -180,28 +220,34 @@ def _failure(rank: int, error: BaseException) -> Failure:
     if isinstance(error, Aborted):
         return Failure(rank, "aborted", str(error))
     if isinstance(error, torch.OutOfMemoryError):
-        return Failure(rank, "memory", str(error).splitlines()[0])
+        return Failure(rank, "memory", str(error).splitlines()[0], torch.OutOfMemoryError)
     if isinstance(error, HarmonyError):
-        return Failure(rank, "user", str(error))
+        return Failure(rank, "user", str(error), type(error))
+    if isinstance(error, OSError) and error.filename:
+        return Failure(rank, "user", f"{error.filename}: {error.strerror}", HarmonyError)
     return Failure(rank, "bug", f"gpu{rank} failed:\n{''.join(traceback.format_exception(error))}")
 
 
-def _die_with_parent() -> None:
+def _die_with(parent_pid: int) -> None:
     """Linux ends this process when its parent ends, however that happens."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-    if os.getppid() == 1:
+    # it may have ended before we asked
+    if os.getppid() != parent_pid:
         os._exit(1)
 
 
-def _run_as_rank(job: Job, num_devices: int, progress: Progress | None) -> Trace:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+def _run_as_rank(job: Job, progress: Progress) -> Trace:
+    """This process is a rank of torchrun's. Every rank returns the trace."""
+    num_devices, world = job.schedule.configuration.num_devices, int(os.environ.get("WORLD_SIZE", "1"))
     if world != num_devices:
-        raise HarmonyError(f"the schedule uses {num_devices} devices, torchrun started {world} ranks; use --nproc-per-node {num_devices}")
+        raise HarmonyError(
+            f"the schedule uses {num_devices} devices, torchrun started {world} ranks; use --nproc-per-node {num_devices}"
+        )
     dist.init_process_group("gloo", timeout=PATIENCE)
-    trace = _run_rank(job, int(os.environ["RANK"]), progress or (lambda iteration, loss, seconds: None))
-    box = [trace]
+    box = [_run_rank(job, int(os.environ["RANK"]), progress)]
     dist.broadcast_object_list(box, src=0)
+    dist.destroy_process_group()
     assert box[0] is not None
     return box[0]
 
@@ -211,10 +257,8 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
     options, schedule = job.options, job.schedule
     if options.device == "virtual":
         torch.set_num_threads(1)
-    workload = options.load()
-    example = workload.draw(torch.Generator().manual_seed(0), 2)
-    decomposition = decompose(workload, example, patterns=options.patterns, check=rank == 0)
-    profile = structure(decomposition, options.model, options.optimizer, options.settings, options.patterns)
+    # one check of the cut is enough
+    workload, decomposition, profile = load(options, check=rank == 0)
     check_model(schedule, profile)
     rules = Rules(profile, schedule.configuration)
     check_microbatches(rules)
@@ -222,7 +266,7 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
     check_program(graph)
     store = _share_store(rank, rules, decomposition, len(graph.actions), options)
     if rank == 0:
-        _fill(store, decomposition)
+        fill(store, decomposition)
     dist.barrier()
     losses: list[float] = []
 
@@ -231,8 +275,7 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
         on_iteration(iteration, loss, seconds)
 
     places = layer_places(decomposition, options.optimizer, options.settings)
-    # the store has the weights now: let this process's own copy go
-    _release(workload, decomposition)
+    release(workload, decomposition)
     runner = Rank(rank, graph, schedule.hardware, workload, decomposition, places, store, options)
     dist.barrier()
     record = runner.run(note)
@@ -245,20 +288,10 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
     return merge([r for r in records if r is not None], schedule, graph, options, losses)
 
 
-def check_model(schedule: Schedule, profile: Profile) -> None:
-    """Raise FormatError where a schedule was planned for another model than the one that is to run."""
-    ours, planned = model_hash(profile), schedule.profile
-    if ours != planned.model_hash:
-        raise FormatError(
-            f"the schedule was planned for model {planned.model.spec or planned.model.name!r} ({planned.model_hash}), "
-            f"--model is {profile.model.spec!r} ({ours}); run the planned model, or profile and plan this one"
-        )
-
-
 def _share_store(
     rank: int, rules: Rules, decomposition: Decomposition, num_nodes: int, options: RunOptions
 ) -> HostStore:
-    layout: StoreLayout = plan_store(rules, decomposition, num_nodes)
+    layout = plan_store(rules, decomposition, num_nodes)
     places = layer_places(decomposition, options.optimizer, options.settings)
     box: list[Any] = [None]
     if rank == 0:
@@ -274,32 +307,3 @@ def _share_store(
     if rank != 0:
         descriptor = os.open(f"/proc/{process}/fd/{theirs}", os.O_RDWR)
     return HostStore(descriptor, layout, rules, decomposition, places)
-
-
-def _fill(store: HostStore, decomposition: Decomposition) -> None:
-    """The model's weights and buffers into the store; states start at 0, as torch's do."""
-    for i, layer in enumerate(decomposition.layers):
-        for name, target in store.weights(i).items():
-            target.copy_(decomposition.parameters[name].detach())
-        for name, target in store.buffers(i).items():
-            target.copy_(decomposition.buffers[name])
-        del layer
-
-
-def _release(workload: Workload, decomposition: Decomposition) -> None:
-    for tensor in (*decomposition.parameters.values(), *workload.model.parameters()):
-        tensor.data = torch.empty(0, dtype=tensor.dtype)
-
-
-def save_weights(store: HostStore, decomposition: Decomposition, path: Path) -> None:
-    """All parameters and buffers by their original names, as safetensors."""
-    from safetensors.torch import save_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    for i in range(len(decomposition.layers) - 1, -1, -1):
-        for name, tensor in (*store.weights(i).items(), *store.buffers(i).items()):
-            for alias in decomposition.aliases.get(name, (name,)):
-                tensors[alias] = tensor.clone()
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    save_file(tensors, str(beside))
-    beside.replace(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Allocated bytes now and at most, under an optional budget.
 
     on_change is told the allocated bytes after every change. Raises torch.OutOfMemoryError beyond the budget.
     """
 
     def __init__(
-        self, budget_bytes: int | None = None, name: str = "gpu0", on_change: Callable[[int], None] | None = None
+        self,
+        budget_bytes: int | None = None,
+        name: str = "gpu0",
+        on_change: Callable[[int], None] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.budget_bytes = budget_bytes
         self.name = name
         self.allocated_bytes = 0
@@ -38,13 +41,17 @@ class Meter(TorchDispatchMode):
         self._lock = threading.RLock()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args
+        if kwargs and "out" in kwargs:
+            # its memory was there before the operation, unless it was empty and gets its size here
+            given = (*args, [t for t in _tensors(kwargs["out"]) if t.untyped_storage().nbytes()])
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
-            self._see(out, args)
+            self._see(out, given)
         elif isinstance(out, (tuple, list)):
             for item in out:
                 if isinstance(item, Tensor):
-                    self._see(item, args)
+                    self._see(item, given)
         return out
 
     def allocate(self, num_bytes: int, what: str) -> None:
@@ -81,7 +88,8 @@ class Meter(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """The peak starts again from what is allocated now."""
-        self.peak_bytes = self.allocated_bytes
+        with self._lock:
+            self.peak_bytes = self.allocated_bytes
 
     def _see(self, tensor: Tensor, args: Any) -> None:
         storage = tensor.untyped_storage()
@@ -89,8 +97,9 @@ class Meter(TorchDispatchMode):
             return
         # a view of something that was never counted (host memory, an excluded slot) is not new memory
         for arg in args:
-            if isinstance(arg, Tensor) and arg.untyped_storage()._cdata == storage._cdata:
-                return
+            for given in _tensors(arg):
+                if given.untyped_storage()._cdata == storage._cdata:
+                    return
         self._adopt(storage)
 
     def _adopt(self, storage: torch.UntypedStorage) -> None:
@@ -108,3 +117,10 @@ class Meter(TorchDispatchMode):
         with self._lock:
             self._known.discard(key)
             self.free(num_bytes)
+
+
+def _tensors(value: Any) -> Sequence[Tensor]:
+    """The tensors of an argument: itself, or those of a list."""
+    if isinstance(value, Tensor):
+        return (value,)
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, (list, tuple)) else ()

@@ -10,9 +10,14 @@ from torch import Tensor
 
 from planner.contract.errors import HarmonyError
 
-REFUSED = {"LBFGS": "it needs all gradients at once", "SparseAdam": "it needs sparse gradients"}
+REFUSED = {
+    "LBFGS": "it needs all gradients at once",
+    "SparseAdam": "it needs sparse gradients",
+    "Adafactor": "the size of its state does not follow the parameter's",
+}
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """torch.optim classes with fused CPU kernels."""
+PROBE_SHAPE = (2, 3)
 
 StateEntry = tuple[str, tuple[int, ...], torch.dtype]
 
@@ -30,28 +35,31 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def make_optimizer(name: str, parameters: Iterable[Any], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """A torch optimizer with fused kernels where torch has them. settings: lr, weight_decay, momentum, ..."""
+    """A torch optimizer with fused kernels where torch has them. settings: lr, weight_decay, momentum, ...
+
+    Raises HarmonyError for settings or parameters that it does not take.
+    """
     found = optimizer_class(name)
-    fused = {"fused": True} if found.__name__ in FUSED else {}
+    fused: dict[str, Any] = {"fused": True} if found.__name__ in FUSED else {}
     try:
-        return found(parameters, **settings, **fused)  # type: ignore[call-arg]
-    except TypeError as error:
+        return found(parameters, **settings, **fused)
+    except (TypeError, ValueError) as error:
         raise HarmonyError(f"--optimizer {name}: {error}") from None
 
 
 def state_layout(name: str, settings: Mapping[str, Any], parameter: Tensor) -> tuple[StateEntry, ...]:
     """What the optimizer keeps for a parameter, learnt from one step on a small tensor of its type."""
-    probe = torch.zeros(2, 3, dtype=parameter.dtype, requires_grad=True)
+    probe = torch.zeros(PROBE_SHAPE, dtype=parameter.dtype, requires_grad=True)
     optimizer = make_optimizer(name, [probe], settings)
     probe.grad = torch.zeros_like(probe)
     optimizer.step()
-    entries = []
+    entries: list[StateEntry] = []
     for key, value in optimizer.state[probe].items():
-        if isinstance(value, Tensor):
-            shape = tuple(parameter.shape) if value.shape == probe.shape else tuple(value.shape)
-            entries.append((key, shape, value.dtype))
-        elif value is not None:
-            raise HarmonyError(f"--optimizer {name}: keeps {key} outside tensors, which cannot be swapped")
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or value.shape not in (probe.shape, torch.Size()):
+            raise HarmonyError(f"--optimizer {name}: keeps {key!r} in a form that cannot be swapped; try adamw, adam or sgd")
+        entries.append((key, tuple(parameter.shape) if value.shape == probe.shape else (), value.dtype))
     return tuple(entries)
 
 
@@ -59,8 +67,8 @@ class LayerOptimizer:
     """One optimizer over all parameters; `step_layers` steps those of some layers and leaves the others alone.
 
     weights, gradients: per layer and parameter name the views of the host store. states: per owned parameter its
-    state tensors by key. Parameters used by several layers belong to the first; the gradients of all uses are
-    added in layer order and the new weights copied to every use.
+    state tensors by key; is_resumed: they hold what an earlier run left. Parameters used by several layers belong
+    to the first; the gradients of all uses are added in layer order and the new weights copied to every use.
     """
 
     def __init__(
@@ -70,17 +78,26 @@ class LayerOptimizer:
         weights: Sequence[Mapping[str, Tensor]],
         gradients: Sequence[Mapping[str, Tensor]],
         states: Mapping[str, Mapping[str, Tensor]],
+        *,
+        is_resumed: bool = False,
     ) -> None:
         self._gradients = gradients
         self._weights = weights
+        self._states = states
         self._uses: dict[str, list[int]] = {}
         for i, layer in enumerate(gradients):
             for parameter in layer:
                 self._uses.setdefault(parameter, []).append(i)
         self._own = {parameter: weights[uses[0]][parameter] for parameter, uses in self._uses.items()}
         self.optimizer = make_optimizer(name, list(self._own.values()), settings)
+        self._unplaced = set(self._own)
         for parameter, tensor in self._own.items():
-            self.optimizer.state[tensor] = dict(states[parameter])
+            if is_resumed:
+                self.optimizer.state[tensor] = dict(states[parameter])
+                self._unplaced.discard(parameter)
+            elif self.optimizer.state.get(tensor):
+                # Adagrad fills its state when it is made: into the store with it, or every rank keeps one of its own
+                self._place(parameter)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -97,8 +114,24 @@ class LayerOptimizer:
                 for other in others:
                     gradient.add_(self._gradients[other][name])
                 self._own[name].grad = gradient
+            # torch passes over parameters without a gradient: all of the other layers'
             self.optimizer.step()
             for name in stepped:
                 self._own[name].grad = None
+                self._place(name)
                 for other in self._uses[name][1:]:
                     self._weights[other][name].copy_(self._own[name])
+
+    def _place(self, name: str) -> None:
+        """Move a parameter's state into the store, once.
+
+        The first step is torch's own, since what a state starts from is each optimizer's secret: zeros for Adam,
+        a learning rate for Rprop, the first gradient for momentum.
+        """
+        if name not in self._unplaced:
+            return
+        self._unplaced.discard(name)
+        state, places = self.optimizer.state[self._own[name]], self._states[name]
+        for key, place in places.items():
+            place.copy_(state[key])
+            state[key] = place

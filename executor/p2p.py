@@ -1,7 +1,8 @@
 """Transfers between devices, by torch.distributed: one process group for each ordered pair of devices.
 
-Each pair has one order, the one of its send and recv streams, which the planner made the same. Sizes are fixed by
-the plan. A group of its own per direction keeps a send and a recv between the same two from waiting for each other.
+Each pair has one order, the one of its send and recv streams, which the planner made the same. Sizes are
+fixed by the plan. A group per direction keeps a send and a recv between the same two from waiting for each
+other.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ Layers with the same signature are measured once. Bytes come from the meter, sec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -48,38 +49,79 @@ def measure_profile(
     device_name: str = "virtual",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> contract.Profile:
-    """The profile of a workload. Raises HarmonyError for sizes below 1 and for times that cannot be true."""
+    """The profile of a workload: seconds are medians of `repeats`, on a CPU with one thread, as it is run.
+
+    progress is told how many of how many measurements are done, one for each unique layer and size. Raises
+    HarmonyError for sizes below 1 and for times that cannot be true.
+    """
     sizes = sorted(set(microbatch_sizes))
     if not sizes or sizes[0] < 1:
         raise HarmonyError(f"--microbatches {','.join(map(str, microbatch_sizes))}: sizes start at 1")
-    generator = torch.Generator().manual_seed(0)
-    decomposition = decompose(workload, workload.draw(generator, 2), patterns=patterns)
+    decomposition = decompose(workload, workload.draw(torch.Generator().manual_seed(0), 2), patterns=patterns)
     skeleton = structure(decomposition, spec, optimizer, settings, patterns)
     bench = _Bench(decomposition, repeats, torch.device(device))
+    with _threads(1 if torch.device(device).type == "cpu" else torch.get_num_threads()):
+        profile = _measured(bench, workload, skeleton, sizes, optimizer, settings, device_name, progress)
+    contract.check(profile)
+    return profile
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measured(
+    bench: _Bench,
+    workload: Workload,
+    skeleton: contract.Profile,
+    sizes: Sequence[int],
+    optimizer: str,
+    settings: Mapping[str, Any],
+    device_name: str,
+    progress: Callable[[int, int], None],
+) -> contract.Profile:
+    """The skeleton with its costs."""
+    decomposition, device = bench.decomposition, bench.device
+    generator = torch.Generator().manual_seed(0)
     costs: dict[tuple[str, int], Measured] = {}
     unique = {layer.signature for layer in decomposition.layers}
     for size in sizes:
-        bench.run(workload.draw(generator, size), size, costs, lambda: progress(len(costs), len(unique) * len(sizes)))
-    updates: dict[str, contract.UpdateCost] = {}
+        bench.run(
+            workload.draw(generator, size),
+            size,
+            costs,
+            lambda: progress(len(costs), len(unique) * len(sizes)),
+        )
+    owners = {name: uses[0] for name, uses in decomposition.ties.items()}
+    updates: dict[tuple[str, tuple[int, ...]], contract.UpdateCost] = {}
     layers = []
-    for layer, sized in zip(decomposition.layers, skeleton.layers, strict=True):
-        if layer.signature not in updates:
-            updates[layer.signature] = bench.update_cost(layer, optimizer, settings)
+    for i, (layer, sized) in enumerate(zip(decomposition.layers, skeleton.layers, strict=True)):
+        # a tied parameter is stepped by the first layer that uses it
+        owned = tuple(k for k, name in enumerate(layer.parameters) if owners.get(name, i) == i)
+        update = layer.signature, owned
+        if update not in updates:
+            updates[update] = bench.update_cost(
+                layer, [layer.parameters[k] for k in owned], optimizer, settings
+            )
         found = [costs[layer.signature, size] for size in sizes]
         layers.append(
             msgspec.structs.replace(
                 sized,
                 forward=tuple(cost.forward for cost in found),
                 backward=tuple(cost.backward for cost in found),
-                update=updates[layer.signature],
+                update=updates[update],
             )
         )
-    memory = torch.cuda.get_device_properties(device).total_memory if torch.device(device).type == "cuda" else 0
-    profile = msgspec.structs.replace(
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return msgspec.structs.replace(
         skeleton, layers=tuple(layers), device=contract.Device(device_name, memory, torch.get_num_threads())
     )
-    contract.check(profile)
-    return profile
 
 
 class _Bench:
@@ -91,7 +133,11 @@ class _Bench:
         self.device = device
 
     def run(
-        self, batch: dict[str, Tensor], size: int, costs: dict[tuple[str, int], Measured], done: Callable[[], None]
+        self,
+        batch: dict[str, Tensor],
+        size: int,
+        costs: dict[tuple[str, int], Measured],
+        done: Callable[[], None],
     ) -> None:
         """Measure every layer not yet measured at this size."""
         values: dict[TensorName, Tensor] = {(BATCH, n): t.to(self.device) for n, t in batch.items()}
@@ -102,7 +148,8 @@ class _Bench:
             key = layer.signature, size
             if key not in costs:
                 costs[key] = Measured(
-                    self._forward(layer, parameters, buffers, given, size), self._backward(layer, parameters, buffers, given, size)
+                    self._forward(layer, parameters, buffers, given, size),
+                    self._backward(layer, parameters, buffers, given, size),
                 )
                 done()
             with torch.no_grad():
@@ -142,7 +189,10 @@ class _Bench:
             parameter.grad = torch.zeros_like(parameter)
 
         def inputs() -> list[Tensor]:
-            return [t.detach().requires_grad_(k in differentiable) for k, t in zip(layer.inputs, given, strict=True)]
+            return [
+                t.detach().requires_grad_(k in differentiable)
+                for k, t in zip(layer.inputs, given, strict=True)
+            ]
 
         def forward() -> tuple[tuple[Tensor, ...], list[Tensor]]:
             out = layer(parameters, buffers, inputs(), size)
@@ -155,7 +205,9 @@ class _Bench:
             return self._now() - start
 
         seconds, spread = self._timed(once, f"backward of layer {layer.name} at {size}")
-        held = sum(aligned(t.nbytes) for t in (*parameters, *trainable, *buffers)) + sum(t.nbytes for t in given)
+        held = sum(aligned(t.nbytes) for t in (*parameters, *trainable, *buffers)) + sum(
+            t.nbytes for t in given
+        )
         outputs, gradients = forward()
         handed = sum(g.nbytes for g in gradients)
         del outputs
@@ -167,9 +219,11 @@ class _Bench:
             parameter.grad = None
         return contract.BackwardCost(size, seconds, held + handed + meter.peak_bytes, saved, spread)
 
-    def update_cost(self, layer: Layer, optimizer: str, settings: Mapping[str, Any]) -> contract.UpdateCost:
-        """The fused step of one layer's parameters on the host."""
-        tensors = [self.decomposition.parameters[name] for name in layer.parameters]
+    def update_cost(
+        self, layer: Layer, names: Sequence[str], optimizer: str, settings: Mapping[str, Any]
+    ) -> contract.UpdateCost:
+        """The fused step of the parameters that a layer owns, on the host."""
+        tensors = [self.decomposition.parameters[name] for name in names]
         parameters = [t.detach().cpu().clone().requires_grad_() for t in tensors if t.requires_grad]
         if not parameters:
             return contract.UpdateCost()

@@ -30,12 +30,14 @@ def seed_layer(seed: int, step: int, layer: int, first_sample: int) -> None:
     """Seed the default generators for one layer. (torch.manual_seed takes a hundred times longer.)"""
     value = mixed_seed(seed, step, layer, first_sample)
     torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(value)
 
 
 @contextmanager
-def seeding_hooks(model: nn.Module, entries: Sequence[tuple[str, int]], seed_entry: Callable[[int], None]) -> Iterator[None]:
+def seeding_hooks(
+    model: nn.Module, entries: Sequence[tuple[str, int]], seed_entry: Callable[[int], None]
+) -> Iterator[None]:
     """Call seed_entry(layer) whenever the plain model enters a layer; entries: (module path, layer) in order.
 
     A module that is run several times has several entries; the n-th call takes its n-th entry. The path ""

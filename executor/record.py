@@ -1,4 +1,4 @@
-"""Merge what the ranks recorded into one measured Trace."""
+"""From what the ranks recorded, or plain training measured, to one Trace."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import torch
 
 from executor.options import RunOptions
 from executor.recorder import RankRecord
+from executor.reference import PlainResult
 from planner.contract.precedence import Graph
 from planner.contract.schedule import Schedule
 from planner.contract.store import schedule_hash
 from planner.contract.trace import DeviceSummary, MemorySample, Span, Trace
 
+WARM_UP = 1
+"""Iterations at the start that count in no time."""
 MEMORY_SAMPLES = 20_000
 """At most so many per device, the last ones."""
 
@@ -22,8 +25,8 @@ def merge(
 ) -> Trace:
     """One trace, its times from the start of the first kept span on.
 
-    iteration_seconds are the differences of the iterations' ends: the first iteration, which fills caches and
-    slots, is the warm-up and counts in none of them.
+    iteration_seconds are the differences of the iterations' ends, the warm-up left out. Per iteration a device
+    swaps what it swapped in all divided by the iterations: each does the same.
     """
     steps = options.steps
     ends = [max(record.ends.get(k, 0.0) for record in records) for k in range(steps)]
@@ -43,7 +46,7 @@ def merge(
         for seconds, nbytes in record.memory[-MEMORY_SAMPLES:]
         if seconds >= origin
     ]
-    overruns = sum(sum(record.overruns.values()) for record in records)
+    overruns = [sum(record.overruns.get(k, 0) for record in records) for k in range(steps)]
     return Trace(
         origin="measured",
         model=schedule.profile.model.name,
@@ -59,18 +62,47 @@ def merge(
             )
             for record in records
         ),
-        iteration_seconds=tuple(ends[k] - ends[k - 1] for k in range(1, steps)),
+        iteration_seconds=tuple(ends[k] - ends[k - 1] for k in range(WARM_UP, steps)),
         spans=tuple(sorted(spans, key=lambda s: (s.start_seconds, s.end_seconds, s.device, s.stream))),
         memory=tuple(sorted(memory, key=lambda s: s.seconds)),
         losses=tuple(losses),
         samples_per_iteration=schedule.configuration.minibatch,
-        notes={
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "device": options.device,
+        notes=_notes(options, losses)
+        | {
             "paced": str(options.paced and options.device == "virtual").lower(),
-            "seed": options.seed,
-            "steps": steps,
-            "overruns": overruns,
+            # the first iterations fill caches and slots: what overruns there tells nothing of the plan
+            "overruns": sum(overruns[WARM_UP:]),
+            "overruns_per_iteration": sum(overruns[WARM_UP:]) / max(steps - WARM_UP, 1),
+            "overruns_of_warm_up": sum(overruns[:WARM_UP]),
         },
     )
+
+
+def plain_trace(result: PlainResult, model: str, model_hash: str, minibatch: int, options: RunOptions) -> Trace:
+    """The trace of plain training: one device, no spans, nothing swapped."""
+    return Trace(
+        origin="measured",
+        model=model,
+        model_hash=model_hash,
+        schedule_hash="",
+        devices=(DeviceSummary(result.peak_bytes, 0, 0),),
+        iteration_seconds=result.seconds[WARM_UP:],
+        losses=result.losses,
+        samples_per_iteration=minibatch,
+        notes=_notes(options, result.losses) | {"plain": "true"},
+    )
+
+
+def _notes(options: RunOptions, losses: Sequence[float]) -> dict[str, str | int | float]:
+    """What it takes to run the same again, and how the loss went."""
+    return {
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "device": options.device,
+        "optimizer": options.optimizer,
+        "seed": options.seed,
+        "steps": options.steps,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "plain": "false",
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,19 +37,24 @@ class Recorder:
     def __init__(self, rank: int, steps: int) -> None:
         self.record = RankRecord(rank)
         self._first_kept = steps - SPAN_ITERATIONS
+        self._lock = threading.Lock()
 
     @contextmanager
     def span(self, node: int, iteration: int) -> Iterator[Span]:
-        """Time an action; set `overrun` inside where it took longer than planned."""
-        span = Span(time.perf_counter())
+        """Time an action; set `overrun` inside where it took longer than planned; `keep` it when over."""
+        span = Span(node, iteration, time.perf_counter())
         yield span
-        end = time.perf_counter()
-        record = self.record
-        record.ends[iteration] = max(record.ends.get(iteration, 0.0), end)
-        if span.overrun:
-            record.overruns[iteration] = record.overruns.get(iteration, 0) + 1
+        span.ended = time.perf_counter()
+
+    def keep(self, span: Span) -> None:
+        """An action is over, on its stream too."""
+        record, iteration = self.record, span.iteration
+        with self._lock:
+            record.ends[iteration] = max(record.ends.get(iteration, 0.0), span.ended)
+            if span.overrun:
+                record.overruns[iteration] = record.overruns.get(iteration, 0) + 1
         if iteration >= self._first_kept:
-            record.spans.append((node, iteration, span.started, end, span.overrun))
+            record.spans.append((span.node, iteration, span.started, span.ended, span.overrun))
 
     def memory(self, allocated_bytes: int) -> None:
         """The bytes allocated changed."""
@@ -61,7 +67,10 @@ class Recorder:
 
 @dataclass
 class Span:
-    """A running action."""
+    """An action of an iteration. On a GPU the stream's times take the place of the launch's."""
 
+    node: int
+    iteration: int
     started: float
+    ended: float = 0.0
     overrun: bool = False

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,10 +22,16 @@ from executor.options import RunOptions
 from executor.randomness import seed_layer, seeding_hooks
 from executor.replay import draw_batch, minibatch_loss
 
+METERED_ITERATIONS = 2
+"""The first makes the optimizer's state, the second has all at once; later ones run without the meter's cost."""
+
 
 @dataclass(frozen=True)
 class PlainResult:
-    """Losses and seconds by iteration; parameters by original name at the end; peak bytes by the meter."""
+    """Losses and seconds by iteration; parameters by original name at the end; peak bytes by the meter.
+
+    Buffers are the workload's model's own.
+    """
 
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -44,32 +52,32 @@ def train(
 
     Raises torch.OutOfMemoryError where weights, gradients, states and activations exceed the budget.
     """
-    model, minibatch = workload.model, samples[-1][1]
     if decomposition is None:
         example = workload.draw(torch.Generator().manual_seed(0), 2)
         decomposition = decompose(workload, example, patterns=options.patterns, check=False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(options.optimizer, trained, options.settings)
+    place = torch.device("cuda" if options.device == "cuda" else "cpu")
+    model, minibatch = workload.model.to(place), samples[-1][1]
     meter = Meter(budget_bytes, "plain")
     meter.allocate(sum(t.nbytes for t in (*model.parameters(), *model.buffers())), "the model")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer(options.optimizer, trained, options.settings)
     losses, seconds = [], []
     for iteration in range(options.steps):
         batch = draw_batch(workload, options.seed, iteration, minibatch)
         started = time.perf_counter()
+        # under a budget every allocation is looked at: shapes may depend on the data
+        is_metered = iteration < METERED_ITERATIONS or budget_bytes is not None
         parts = []
-        with meter:
+        with meter if is_metered else nullcontext():
             for first, end in samples:
-                microbatch = {name: tensor[first:end].clone() for name, tensor in batch.items()}
-
-                def seed_entry(layer: int, iteration: int = iteration, first: int = first) -> None:
-                    seed_layer(options.seed, iteration, layer, first)
-
+                # clones: on the device only what the microbatch needs
+                microbatch = {name: tensor[first:end].clone().to(place) for name, tensor in batch.items()}
+                seed_entry = partial(_seed_entry, options.seed, iteration, first)
                 with seeding_hooks(model, decomposition.entries, seed_entry):
                     loss = workload.loss(model, microbatch)
-                share = (end - first) / minibatch
-                loss.backward(torch.full_like(loss, share))
+                torch.autograd.backward([loss], [torch.full_like(loss, (end - first) / minibatch)])
                 parts.append(loss.item())
-                del loss
+                del loss, microbatch
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         losses.append(minibatch_loss(parts, samples))
@@ -77,3 +85,12 @@ def train(
         on_iteration(iteration, losses[-1], seconds[-1])
     parameters = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
     return PlainResult(tuple(losses), tuple(seconds), parameters, meter.peak_bytes)
+
+
+def even_microbatches(minibatch: int, size: int) -> tuple[tuple[int, int], ...]:
+    """The sample ranges of a minibatch in microbatches of a size, the last one with what is left."""
+    return tuple((first, min(first + size, minibatch)) for first in range(0, minibatch, size))
+
+
+def _seed_entry(seed: int, iteration: int, first_sample: int, layer: int) -> None:
+    seed_layer(seed, iteration, layer, first_sample)

@@ -1,12 +1,12 @@
-"""Replay a program on one device: a thread per stream, each running its actions in order, iteration after iteration.
+"""Replay a program on one device: a thread per stream runs its actions in order, iteration after iteration.
 
-    wait     for what rules and plan say this action follows (precedence.Graph.waits): here by a condition, from
-             other ranks by their done counters in the host store
+    wait     for what rules and plan say this action follows (precedence.Graph.waits): here by a condition,
+             from other ranks by their done counters in the host store; a recv for its send to have begun
     run      HANDLERS[type(action)]
     mark     an event behind it on its stream; once that has happened, done[action] = iterations completed
 
-Iterations follow each other without a barrier. No thread waits for free bytes, only for named actions, and the
-verified program has no cycle, so nothing here can deadlock. A failure in any thread ends all of them.
+Iterations follow each other without a barrier. No thread waits for free bytes, only for named actions, and
+the verified program has no cycle, so nothing here can deadlock. A failure in any thread ends all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -27,15 +28,17 @@ from executor.optimizer import LayerOptimizer
 from executor.options import RunOptions
 from executor.p2p import Peers
 from executor.randomness import mixed_seed
-from executor.recorder import RankRecord, Recorder
+from executor.recorder import RankRecord, Recorder, Span
 from executor.streams import Device, Event, make_device
 from executor.structure import LayerPlaces
-from planner.contract.actions import Send
+from planner.contract.actions import Action, Receive, Send
 from planner.contract.hardware import Hardware
 from planner.contract.precedence import Graph
 
 POLL_SECONDS = 0.0002
 """How often the counters of other ranks are looked at."""
+LAST_SECONDS = 0.5
+"""How long a failed rank waits for its threads to end."""
 BATCH_STREAM = 1 << 20
 """A layer number that no model has: the batches' own place among the seeds."""
 
@@ -70,7 +73,13 @@ class Rank:
         num_devices = self.rules.configuration.num_devices
         self.recorder = Recorder(rank, options.steps)
         self.device: Device = make_device(
-            options.device, rank, hardware, num_devices, store, paced=options.paced, on_memory=self.recorder.memory
+            options.device,
+            rank,
+            hardware,
+            num_devices,
+            store,
+            paced=options.paced,
+            on_memory=self.recorder.memory,
         )
         self.memory = DeviceMemory(self.device)
         pairs = {(self.rules.place(a)[0], a.value.device) for a in graph.actions if isinstance(a, Send)}
@@ -84,11 +93,19 @@ class Rank:
             store.states(),
         )
         self._lanes = [i for i, lane in enumerate(graph.lanes) if lane.device == rank]
+        self._meets = {
+            node: graph.node_of[Send(action.value)]
+            for node, action in enumerate(graph.actions)
+            if isinstance(action, Receive)
+        }
         self._recorded = [0] * len(graph.actions)
         self._events: dict[tuple[int, int], Event] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._over: queue.SimpleQueue[tuple[int, int, Event] | None] = queue.SimpleQueue()
+        # one a stream: a stream that waits for another rank must not hold up what the others have to tell it
+        self._over: dict[str, queue.SimpleQueue[tuple[Span, Event, Event] | None]] = {
+            graph.lanes[lane].stream: queue.SimpleQueue() for lane in self._lanes
+        }
 
     def run(self, on_iteration: Callable[[int, float, float], None] | None = None) -> RankRecord:
         """Run all iterations. on_iteration(iteration, loss, seconds) is called on rank 0 as they end.
@@ -96,18 +113,23 @@ class Rank:
         Raises the first failure of this rank, or Aborted where another rank failed first.
         """
         others = [lane for lane in self._lanes if self.graph.lanes[lane].stream != "compute"]
-        threads = [self._thread(lambda lane=lane: self._run_lane(lane), self.graph.lanes[lane].stream) for lane in others]
-        finisher = self._thread(self._complete, "completion")
+        threads = [
+            self._thread(partial(self._run_lane, lane), self.graph.lanes[lane].stream) for lane in others
+        ]
+        finishers = [
+            self._thread(partial(self._complete, over), f"{stream} over")
+            for stream, over in self._over.items()
+        ]
         if self.rank == 0:
-            threads.append(self._thread(lambda: self._feed(on_iteration), "batches"))
+            threads.append(self._thread(partial(self._feed, on_iteration), "batches"))
         # compute stays on the main thread: autograd and the generators belong to it
         for lane in self._lanes:
             if lane not in others:
-                self._guard(lambda lane=lane: self._run_lane(lane))
-        for thread in threads:
-            thread.join()
-        self._over.put(None)
-        finisher.join()
+                self._guard(partial(self._run_lane, lane))
+        self._join(threads)
+        for over in self._over.values():
+            over.put(None)
+        self._join(finishers)
         if self._failure is not None:
             raise self._failure
         self.device.finish()
@@ -123,11 +145,30 @@ class Rank:
         first = self.graph.first_of[lane_index]
         for iteration in range(self.options.steps):
             for node, entry in enumerate(lane.entries, first):
+                meets = self._meets.get(node)
                 for other, ago in self.graph.waits[node]:
-                    self._wait(lane.stream, other, iteration - ago)
-                with self.recorder.span(node, iteration) as span, self.device.on(lane.stream if lane.stream != "compute" else "host"):
-                    span.overrun = HANDLERS[type(entry.action)](self, entry.action, iteration)
-                self._mark(lane.stream, node, iteration)
+                    if other != meets:
+                        self._wait(lane.stream, other, iteration - ago)
+                if meets is not None:
+                    # a rendezvous: the send is over only once this has begun, so its beginning is what to
+                    # wait for; no sooner, or the slot would count before the plan lets it
+                    self.poll(lambda meets=meets, k=iteration: self.store.begun[meets] > k)  # type: ignore[misc]
+                if isinstance(entry.action, Send):
+                    self.store.begun[node] = iteration + 1
+                before = self.device.mark(lane.stream)
+                with (
+                    self.recorder.span(node, iteration) as span,
+                    self.device.on(lane.stream if lane.stream != "compute" else "host"),
+                ):
+                    span.overrun = self._handle(node, entry.action, iteration)
+                self._mark(lane.stream, span, before)
+
+    def _handle(self, node: int, action: Action, iteration: int) -> bool:
+        try:
+            return HANDLERS[type(action)](self, action, iteration)
+        except torch.OutOfMemoryError as error:
+            message = str(error).removeprefix(f"gpu{self.rank}: ")
+            raise torch.OutOfMemoryError(f"{self.graph.where(node)}: {message}") from error
 
     def _wait(self, stream: str, node: int, iteration: int) -> None:
         """Until an action of an iteration is over for this stream; iterations before the first one are."""
@@ -143,24 +184,33 @@ class Rank:
         # recorded: now the event is one to wait for; gone: it is over and a later iteration's took its place
         self.device.wait(stream, self._events.get((node, iteration)))
 
-    def _mark(self, stream: str, node: int, iteration: int) -> None:
+    def _mark(self, stream: str, span: Span, before: Event) -> None:
+        node, iteration = span.node, span.iteration
         event = self.device.mark(stream)
         if event is None:
+            self.recorder.keep(span)
             self.store.done[node] = iteration + 1
         else:
             self._events[node, iteration] = event
-            self._over.put((node, iteration, event))
+            self._over[stream].put((span, before, event))
         with self._changed:
             self._recorded[node] = iteration + 1
             self._changed.notify_all()
 
-    def _complete(self) -> None:
+    def _complete(self, over: queue.SimpleQueue[tuple[Span, Event, Event] | None]) -> None:
         """Tell other ranks what has really happened on the GPU, so that no launching thread waits for it."""
-        while (item := self._over.get()) is not None:
-            node, iteration, event = item
+        while (item := over.get()) is not None:
+            span, before, event = item
             self.device.when_over(event, lambda: None)
-            self.store.done[node] = iteration + 1
-            self._events.pop((node, iteration - 1), None)
+            span.started, span.ended = self.device.seconds(before), self.device.seconds(event)
+            self.recorder.keep(span)
+            self.store.done[span.node] = span.iteration + 1
+            # who still looks for the older event finds none: it is over, the stream runs in order
+            self._events.pop((span.node, span.iteration - 1), None)
+
+    def stream_of(self, action: Action) -> str:
+        """The stream that an action stands in."""
+        return self.graph.lanes[self.graph.lane_of[self.graph.node_of[action]]].stream
 
     def poll(self, is_so: Callable[[], bool]) -> None:
         """Wait for something that other ranks write."""
@@ -194,7 +244,8 @@ class Rank:
 
     def is_over(self, iteration: int) -> bool:
         """Whether every stream of every rank has finished an iteration."""
-        ends = (first + len(lane.entries) - 1 for first, lane in zip(self.graph.first_of, self.graph.lanes, strict=True))
+        lanes = zip(self.graph.first_of, self.graph.lanes, strict=True)
+        ends = (first + len(lane.entries) - 1 for first, lane in lanes if lane.entries)
         return all(self.store.done[node] > iteration for node in ends)
 
     def loss(self, iteration: int) -> float:
@@ -204,7 +255,9 @@ class Rank:
     # ---- failure
 
     def _thread(self, work: Callable[[], None], name: str) -> threading.Thread:
-        thread = threading.Thread(target=self._guard, args=(work,), name=f"gpu{self.rank}/{name}", daemon=True)
+        thread = threading.Thread(
+            target=self._guard, args=(work,), name=f"gpu{self.rank}/{name}", daemon=True
+        )
         thread.start()
         return thread
 
@@ -219,6 +272,16 @@ class Rank:
                 if not isinstance(error, Aborted) and not self.store.failed:
                     self.store.failed = self.rank + 1
                 self._changed.notify_all()
+            self.device.stop()
+
+    def _join(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait for threads to end; after a failure not for daemons that a dead transfer holds."""
+        deadline: float | None = None
+        for thread in threads:
+            while thread.is_alive() and (deadline is None or time.perf_counter() < deadline):
+                if deadline is None and self._failure is not None:
+                    deadline = time.perf_counter() + LAST_SECONDS
+                thread.join(0.05)
 
     def _check(self) -> None:
         if self._failure is not None or self.store.failed:

@@ -10,8 +10,9 @@ launch first and hands the event to `wait` after.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -27,12 +28,18 @@ CHUNK = 1 << 20
 """Bytes between two looks at who else uses a link."""
 
 Event = Any
+"""Behind some work of a stream; None where that work is over already."""
+
+Copies = Sequence[tuple[Tensor, Tensor]]
+"""(target, source) pairs that move as one."""
 
 
 class Device(Protocol):
     """What replay.py needs of a device."""
 
-    peak_bytes: int
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were allocated at a time."""
 
     def slot(self, nbytes: int) -> Tensor:
         """Flat memory on the device, for the pool of slots; not counted."""
@@ -46,8 +53,11 @@ class Device(Protocol):
     def on(self, stream: str) -> AbstractContextManager[None]:
         """Work inside runs on that stream."""
 
-    def copy(self, target: Tensor, source: Tensor, stream: str) -> None:
-        """Host to device or back, on that stream, at the link's rate."""
+    def copy(self, copies: Copies, stream: str, started: float) -> None:
+        """Host to device or back, on that stream, at the link's rate; one latency for all.
+
+        started: when the action began, time.perf_counter(); what it did since is part of its time.
+        """
 
     def hop(self, nbytes: int, other: int) -> Iterator[tuple[int, int]]:
         """Byte ranges of a transfer to another device, each when it is due."""
@@ -61,6 +71,9 @@ class Device(Protocol):
     def mark(self, stream: str) -> Event:
         """An event behind all that was launched on a stream."""
 
+    def seconds(self, event: Event) -> float:
+        """When an event happened, by time.perf_counter(); it must be over."""
+
     def wait(self, stream: str, event: Event) -> None:
         """What follows on the stream runs after the event; the host stream itself waits."""
 
@@ -72,6 +85,9 @@ class Device(Protocol):
 
     def finish(self) -> None:
         """Wait for all streams."""
+
+    def stop(self) -> None:
+        """The run has failed: nothing is paced any more."""
 
 
 class VirtualDevice:
@@ -91,10 +107,12 @@ class VirtualDevice:
         self.index = index
         self._hardware = hardware
         self._paced = paced
+        self._stopped = threading.Event()
         self._store = store
         self.meter = Meter(budget_bytes(hardware.devices[index]), f"gpu{index}", on_memory)
         link_index = hardware.devices[index].host_link
         self._link = hardware.host_links[link_index]
+        self._num_devices = num_devices
         self._sharers = [d for d in range(num_devices) if hardware.devices[d].host_link == link_index]
 
     @property
@@ -120,20 +138,18 @@ class VirtualDevice:
         with self.meter:
             yield
 
-    def copy(self, target: Tensor, source: Tensor, stream: str) -> None:
-        target, source = target.reshape(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8)
+    def copy(self, copies: Copies, stream: str, started: float) -> None:
         direction = 0 if stream == "h2d" else 1
-        due = time.perf_counter()
-        if self._link.latency_seconds:
-            due += self._link.latency_seconds
+        due = started + self._link.latency_seconds
         slot = 2 * self.index + direction
         if self._store is not None:
             self._store.busy[slot] = 1
-        for start in range(0, len(source), CHUNK):
-            end = min(start + CHUNK, len(source))
-            target[start:end].copy_(source[start:end])
-            due += (end - start) / self._rate(direction)
-            _sleep_until(due if self._paced else 0.0)
+        for pair in copies:
+            target, source = (tensor.reshape(-1).view(torch.uint8) for tensor in pair)
+            for start, end in self.pieces(len(source)):
+                target[start:end].copy_(source[start:end])
+                due += (end - start) / self._rate(direction)
+                self._sleep_until(due)
         if self._store is not None:
             self._store.busy[slot] = 0
 
@@ -152,12 +168,19 @@ class VirtualDevice:
             # through the host: out of this device, then into the other
             theirs = self._hardware.host_links[self._hardware.devices[other].host_link]
             due += self._link.latency_seconds + theirs.latency_seconds
-            sharers = len(self._sharers) if self._link.sharing != "none" else 1
-            rate = 1 / (sharers / self._link.d2h_bytes_per_second + sharers / theirs.h2d_bytes_per_second)
+            out = self._link.d2h_bytes_per_second / self._users(self.index)
+            rate = 1 / (1 / out + self._users(other) / theirs.h2d_bytes_per_second)
         for start, end in self.pieces(nbytes):
             due += (end - start) / rate
-            _sleep_until(due if self._paced else 0.0)
+            self._sleep_until(due)
             yield start, end
+
+    def _users(self, device: int) -> int:
+        """By how many the rate of a device's host link is divided, at most."""
+        link = self._hardware.devices[device].host_link
+        if self._hardware.host_links[link].sharing == "none":
+            return 1
+        return sum(d.host_link == link for d in self._hardware.devices[: self._num_devices])
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, int]]:
         for start in range(0, nbytes, CHUNK):
@@ -168,11 +191,14 @@ class VirtualDevice:
             return False
         if time.perf_counter() > started + seconds:
             return True
-        _sleep_until(started + seconds)
+        self._sleep_until(started + seconds)
         return False
 
     def mark(self, stream: str) -> Event:
         return None
+
+    def seconds(self, event: Event) -> float:
+        return time.perf_counter()
 
     def wait(self, stream: str, event: Event) -> None:
         return
@@ -186,11 +212,14 @@ class VirtualDevice:
     def finish(self) -> None:
         return
 
+    def stop(self) -> None:
+        self._stopped.set()
 
-def _sleep_until(due: float) -> None:
-    left = due - time.perf_counter()
-    if left > 0:
-        time.sleep(left)
+    def _sleep_until(self, due: float) -> None:
+        # an event and not time.sleep: a failure elsewhere ends a long transfer or a long pace at once
+        left = due - time.perf_counter()
+        if self._paced and left > 0:
+            self._stopped.wait(left)
 
 
 class CudaDevice:
@@ -200,15 +229,24 @@ class CudaDevice:
 
     def __init__(self, index: int, hardware: Hardware, store: HostStore | None) -> None:
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-            raise HarmonyError(f"--device cuda: gpu{index} is asked for, torch sees {torch.cuda.device_count()} GPUs here")
+            raise HarmonyError(
+                f"--device cuda: gpu{index} is asked for, torch sees {torch.cuda.device_count()} GPUs here"
+            )
         self.index = index
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, hardware.devices[index].memory_bytes / total), self.device)
-        self.streams = {name: torch.cuda.Stream(self.device) for name in self.STREAMS}
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, hardware.devices[index].memory_bytes / total), self.device
+        )
+        self.streams = {name: torch.cuda.Stream(self.device) for name in self.STREAMS}  # type: ignore[no-untyped-call]
         if store is not None:
             register(store.memory)
+        # one moment on both clocks: events only know the milliseconds between two of them
+        self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._base.record(self.streams["compute"])
+        self._base.synchronize()
+        self._base_seconds = time.perf_counter()
 
     @property
     def peak_bytes(self) -> int:
@@ -231,9 +269,10 @@ class CudaDevice:
         with torch.cuda.stream(self.streams[stream]):
             yield
 
-    def copy(self, target: Tensor, source: Tensor, stream: str) -> None:
+    def copy(self, copies: Copies, stream: str, started: float) -> None:
         with self.on(stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
 
     def hop(self, nbytes: int, other: int) -> Iterator[tuple[int, int]]:
         yield 0, nbytes
@@ -247,9 +286,16 @@ class CudaDevice:
     def mark(self, stream: str) -> Event:
         if stream == "host":
             return None
-        event = torch.cuda.Event(enable_timing=False)
+        # blocking: who synchronizes with it sleeps, the cores are the optimizer's
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(self.streams[stream])
         return event
+
+    def seconds(self, event: Event) -> float:
+        if event is None:
+            return time.perf_counter()
+        milliseconds: float = self._base.elapsed_time(event)
+        return self._base_seconds + milliseconds / 1e3
 
     def wait(self, stream: str, event: Event) -> None:
         if event is None:
@@ -272,10 +318,14 @@ class CudaDevice:
     def finish(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def stop(self) -> None:
+        return
+
 
 def register(memory: Tensor) -> None:
     """Pin the store in this process. Raises HarmonyError that says what limits it."""
-    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    result = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 1)
     if int(result) != 0:
         raise HarmonyError(
             f"host: {memory.nbytes} bytes cannot be pinned (cudaHostRegister: {result}); "

@@ -1,8 +1,8 @@
-"""Run one microbatch whole and cut, with the same random numbers, and compare the loss and every gradient."""
+"""Run one microbatch whole and cut, with the same random numbers, and compare loss, gradients and buffers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,32 +15,56 @@ RELATIVE_TOLERANCE = 1e-5
 
 
 def check_cut(workload: Workload, decomposition: Decomposition, batch: dict[str, Tensor]) -> Decomposition:
-    """Raises DecomposeError that names the first layer whose results differ; rounding is a notice."""
+    """Raises DecomposeError that names the first layer whose results differ; rounding is a notice.
+
+    The model, its buffers and the random generators are left as they were.
+    """
     notices = list(decomposition.notices)
-    sizes = {len(next(iter(batch.values()))), 1}
     state = {name: buffer.clone() for name, buffer in workload.model.named_buffers()}
-    for seed in (1, 2):
-        for num_samples in sorted(sizes, reverse=True):
-            part = {name: tensor[:num_samples] for name, tensor in batch.items()}
-            whole_loss, whole = _run_whole(workload, decomposition, part, seed)
-            _restore(workload, state)
-            cut_loss, cut = _run_cut(decomposition, part, seed)
-            _compare(decomposition, whole_loss, cut_loss, whole, cut, notices)
-            with torch.no_grad():
-                plain_loss, _ = _run_cut(decomposition, part, seed)
-            if not torch.equal(plain_loss, cut_loss):
-                notices.append(f"without gradients the loss differs by {_difference(plain_loss, cut_loss):.1e}")
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=devices):
+        for seed in (1, 2):
+            for part in (batch, _another_size(decomposition, batch)):
+                try:
+                    whole = _run_whole(workload, decomposition, part, seed)
+                finally:
+                    _restore(workload, state)
+                _compare(decomposition, whole, _run_cut(decomposition, part, seed), "", notices)
+                with torch.no_grad():
+                    plain = _run_cut(decomposition, part, seed)
+                _compare(decomposition, replace(whole, gradients={}), plain, "without gradients, ", notices)
     return replace(decomposition, notices=tuple(dict.fromkeys(notices)))
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What one run gives: the loss, gradients and changed buffers by name."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def _another_size(decomposition: Decomposition, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One sample; one more than there are where samples are mixed, since BatchNorm refuses one."""
+    if any(layer.batch_coupled for layer in decomposition.layers):
+        return {name: torch.cat([tensor, tensor[:1]]) for name, tensor in batch.items()}
+    return {name: tensor[:1] for name, tensor in batch.items()}
 
 
 def _run_whole(
     workload: Workload, decomposition: Decomposition, batch: dict[str, Tensor], seed: int
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> _Results:
     names = [n for n, p in decomposition.parameters.items() if p.requires_grad]
     with seeding_hooks(workload.model, decomposition.entries, lambda layer: seed_layer(seed, 0, layer, 0)):
         loss = workload.loss(workload.model, batch)
     gradients = torch.autograd.grad(loss, [decomposition.parameters[n] for n in names], allow_unused=True)
-    return loss.detach(), {n: g for n, g in zip(names, gradients, strict=True) if g is not None}
+    changed = {name for layer in decomposition.layers for name in layer.mutated_buffers}
+    return _Results(
+        loss=loss.detach(),
+        gradients={n: g for n, g in zip(names, gradients, strict=True) if g is not None},
+        buffers={name: decomposition.buffers[name].clone() for name in changed},
+    )
 
 
 def _restore(workload: Workload, state: dict[str, Tensor]) -> None:
@@ -49,7 +73,7 @@ def _restore(workload: Workload, state: dict[str, Tensor]) -> None:
             buffer.copy_(state[name])
 
 
-def _run_cut(decomposition: Decomposition, batch: dict[str, Tensor], seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+def _run_cut(decomposition: Decomposition, batch: dict[str, Tensor], seed: int) -> _Results:
     num_samples = len(next(iter(batch.values())))
     values: dict[TensorName, Tensor] = {(BATCH, name): tensor for name, tensor in batch.items()}
     buffers = {name: buffer.clone() for name, buffer in decomposition.buffers.items()}
@@ -57,43 +81,56 @@ def _run_cut(decomposition: Decomposition, batch: dict[str, Tensor], seed: int) 
     loss = torch.zeros(())
     for i, layer in enumerate(decomposition.layers):
         seed_layer(seed, 0, i, 0)
-        given = [values[key] for key in layer.inputs]
-        out = layer([parameters[n] for n in layer.parameters], [buffers[n] for n in layer.buffers], given, num_samples)
+        out = layer(
+            [parameters[name] for name in layer.parameters],
+            [buffers[name] for name in layer.buffers],
+            [values[key] for key in layer.inputs],
+            num_samples,
+        )
         if i == len(decomposition.layers) - 1:
             (loss,) = out
         else:
             values |= {(i, name): tensor for name, tensor in zip(layer.outputs, out, strict=True)}
-    trainable = {n: p for n, p in parameters.items() if p.requires_grad}
     if not torch.is_grad_enabled():
-        return loss, {}
+        return _Results(loss, {}, buffers)
+    trainable = {n: p for n, p in parameters.items() if p.requires_grad}
     gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
-    return loss.detach(), {n: g for n, g in zip(trainable, gradients, strict=True) if g is not None}
+    found = {n: g for n, g in zip(trainable, gradients, strict=True) if g is not None}
+    return _Results(loss.detach(), found, buffers)
 
 
 def _compare(
-    decomposition: Decomposition,
-    whole_loss: Tensor,
-    cut_loss: Tensor,
-    whole: dict[str, Tensor],
-    cut: dict[str, Tensor],
-    notices: list[str],
+    decomposition: Decomposition, whole: _Results, cut: _Results, how: str, notices: list[str]
 ) -> None:
-    if not torch.equal(whole_loss, cut_loss):
-        difference = _difference(whole_loss, cut_loss)
+    if not torch.equal(whole.loss, cut.loss):
+        difference = _difference(whole.loss, cut.loss)
         if not difference <= RELATIVE_TOLERANCE:
-            raise DecomposeError(f"the cut model's loss is {cut_loss.item()}, the whole model's {whole_loss.item()}; it is not the same model")
-        notices.append(f"the cut model's loss differs from the whole one's by {difference:.1e} (order of additions)")
-    if set(whole) != set(cut):
-        name = sorted(set(whole) ^ set(cut))[0]
-        raise DecomposeError(f"parameter {name} has a gradient in the whole model or in the cut one, not in both")
-    for i in range(len(decomposition.layers) - 1, -1, -1):
-        layer = decomposition.layers[i]
-        for name in layer.parameters:
-            if name in whole and not torch.equal(whole[name], cut[name]):
-                difference = _difference(whole[name], cut[name])
+            raise DecomposeError(
+                f"{how}the cut model's loss is {cut.loss.item()}, the whole model's {whole.loss.item()}; "
+                f"it is not the same model"
+            )
+        notices.append(
+            f"{how}the cut model's loss differs from the whole one's by {difference:.1e}, relative"
+        )
+    if set(whole.gradients) != set(cut.gradients):
+        name = sorted(set(whole.gradients) ^ set(cut.gradients))[0]
+        raise DecomposeError(
+            f"parameter {name} has a gradient in the whole model or in the cut one, not in both"
+        )
+    # from the end: there a wrong gradient begins
+    for i, layer in reversed(list(enumerate(decomposition.layers))):
+        for kind, names, ours, theirs in (
+            ("gradient", layer.parameters, whole.gradients, cut.gradients),
+            ("buffer", layer.mutated_buffers, whole.buffers, cut.buffers),
+        ):
+            for name in names:
+                if name not in ours or torch.equal(ours[name], theirs[name]):
+                    continue
+                difference = _difference(ours[name], theirs[name])
+                where = f"{how}layer {i} ({layer.name}): {kind} of {name} differs"
                 if not difference <= RELATIVE_TOLERANCE:
-                    raise DecomposeError(f"layer {i} ({layer.name}): the gradient of {name} differs by {difference:.1e}, relative")
-                notices.append(f"layer {i} ({layer.name}): gradients differ by rounding ({difference:.1e}, relative)")
+                    raise DecomposeError(f"{where} by {difference:.1e}, relative")
+                notices.append(f"{where} by rounding ({difference:.1e}, relative)")
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -39,10 +40,12 @@ class Boundary:
 
     @property
     def bytes_per_sample(self) -> int:
+        """What one sample adds; 0 where there is no batch dimension."""
         return self._nbytes if self.is_batched else 0
 
     @property
     def bytes_fixed(self) -> int:
+        """Its size where it has no batch dimension, else 0."""
         return 0 if self.is_batched else self._nbytes
 
     @property
@@ -77,7 +80,11 @@ class Layer:
     signature: str
 
     def __call__(
-        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Sequence[Tensor], num_samples: int
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        num_samples: int,
     ) -> tuple[Tensor, ...]:
         """Run it on one microbatch; outputs in the order of `outputs` (the last layer's is the loss)."""
         sizes = [_evaluate(size, self.size_symbol, num_samples) for size in self.sizes]
@@ -85,8 +92,14 @@ class Layer:
         return out
 
 
-def _evaluate(size: object, symbol: object, num_samples: int) -> int:
-    return int(size.subs(symbol, num_samples)) if hasattr(size, "subs") else int(size)  # type: ignore[call-overload]
+def _evaluate(size: Any, symbol: object, num_samples: int) -> int | float | bool:
+    """A size in a microbatch, of the type that the model's code worked with."""
+    value = size.subs(symbol, num_samples) if hasattr(size, "subs") else size
+    if getattr(value, "is_Boolean", False):
+        return bool(value)
+    if getattr(value, "is_Float", False):
+        return float(value)
+    return int(value) if hasattr(value, "is_Integer") else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +139,9 @@ class Decomposition:
             digest.update(f"{layer.name} {layer.signature} {layer.inputs} {layer.outputs}\n".encode())
             for name in layer.parameters:
                 parameter = self.parameters[name]
-                digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode())
+                digest.update(
+                    f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode()
+                )
         for key in sorted(self.boundaries):
             digest.update(f"{self.boundaries[key]}\n".encode())
         return digest.hexdigest()[:16]

@@ -42,7 +42,9 @@ def layer_names(model: nn.Module, patterns: Sequence[str]) -> LayerNames:
         if not any(fnmatchcase(path, pattern) for path in paths):
             top = ", ".join(path for path in paths if path.count(".") < 2)[:300]
             raise DecomposeError(f"--layers {pattern}: no module of the model is called so; there are {top}")
-    return LayerNames(frozenset(p for p in paths if any(fnmatchcase(p, pattern) for pattern in patterns)), frozenset())
+    return LayerNames(
+        frozenset(p for p in paths if any(fnmatchcase(p, pattern) for pattern in patterns)), frozenset()
+    )
 
 
 def _repeated(module: nn.Module, path: str) -> list[str]:

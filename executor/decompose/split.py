@@ -15,9 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from executor.decompose.effects import (
+    draws_random_numbers,
+    ignores_gradients,
+    inner_graph,
+    mixes_samples,
+    operations,
+    written,
+)
 from executor.decompose.layers import BATCH, Boundary, DecomposeError, Decomposition, Layer, TensorName
 from executor.decompose.naming import LayerNames, layer_names
-from executor.decompose.trace import WRAPPED, Traced, draws_random_numbers, is_batch_norm_in_training, trace
+from executor.decompose.trace import WRAPPED, Traced, trace
 from executor.models import Workload
 
 INPUTS = "inputs"
@@ -44,33 +52,47 @@ def decompose(
 
 
 def _assign(traced: Traced, names: LayerNames) -> tuple[dict[fx.Node, int], list[tuple[str, str]]]:
-    """Each operation's layer, and each layer's (name, module path)."""
+    """Each operation's layer, and each layer's (name, path of the module whose call begins it)."""
     assigned: dict[fx.Node, int] = {}
     titles: list[tuple[str, str]] = []
-    current: str | None = None
+    current: tuple[str, str] | None = None
+    repeats: dict[str, int] = {}
     for node in traced.graph.nodes:
         if node.op != "call_function" or _is_size(node):
             continue
         if node.target is operator.getitem and node.args[0] in assigned:
             assigned[node] = assigned[node.args[0]]
             continue
-        path = names.layer_path(_module_path(node), any(module for _, module in titles))
-        if path is not None and path != current:
-            repeats = sum(module == path for _, module in titles)
-            titles.append((f"{path}@{repeats + 1}" if repeats else path, path))
-            current = path
+        modules = _modules(node)
+        path = names.layer_path(modules[-1][0] if modules else "", any(module for _, module in titles))
+        if path is not None and (path, _call(modules, path)) != current:
+            repeats[path] = repeats.get(path, 0) + 1
+            name = path if repeats[path] == 1 else f"{path}@{repeats[path]}"
+            titles.append((name, _entered(modules, path)))
+            current = path, _call(modules, path)
         elif not titles:
             titles.append((INPUTS, ""))
         assigned[node] = len(titles) - 1
     return assigned, titles
 
 
-def _module_path(node: fx.Node) -> str:
-    """The path of the module that an operation lies in, without the wrapper's prefix."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    parts = [part.split("@")[0] for part in path.split(".")]
-    return ".".join(parts).removeprefix(WRAPPED)
+def _modules(node: fx.Node) -> list[tuple[str, str]]:
+    """The modules that an operation lies in, outermost first: (path without the wrapper's prefix, which call)."""
+    found = []
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        plain = ".".join(part.split("@")[0] for part in path.split("."))
+        found.append((plain.removeprefix(WRAPPED), key.partition("@")[2]))
+    return found
+
+
+def _call(modules: list[tuple[str, str]], path: str) -> str:
+    """Which of the calls of a module this is; a module called again is another layer."""
+    return next((call for module, call in modules if module == path), "")
+
+
+def _entered(modules: list[tuple[str, str]], path: str) -> str:
+    """The module whose call begins a layer: the layer's own, or inside a container, which nobody calls, its first."""
+    return next((module for module, _ in modules if f"{module}.".startswith(f"{path}.")), path)
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -87,9 +109,10 @@ def _crossing(traced: Traced, assigned: dict[fx.Node, int]) -> dict[fx.Node, tup
     return crossing
 
 
-def _batch_rows(value: Any, symbol: Any) -> int | None:
+def _batch_rows(value: Any, traced: Traced) -> int | None:
     """Rows a sample of a tensor with samples first; 0 for one without samples; None for any other."""
-    dims = [getattr(getattr(dim, "node", None), "expr", dim) for dim in value.shape]
+    symbol = traced.symbol
+    dims = [traced.expression(dim) for dim in value.shape]
     dynamic = [symbol in getattr(dim, "free_symbols", ()) for dim in dims]
     if not any(dynamic):
         return 0
@@ -105,11 +128,13 @@ def _merge(
     while True:
         for node, users in _crossing(traced, assigned).items():
             value = node.meta["val"]
-            if isinstance(value, Tensor) and _batch_rows(value, traced.symbol) is not None:
+            if isinstance(value, Tensor) and _batch_rows(value, traced) is not None:
                 continue
             first, last = assigned[node], users[-1]
             names = f"{titles[first][0]} to {titles[last][0]}"
-            notices.append(f"layers {names} are one: {node.name} between them has no samples in its first dimension")
+            notices.append(
+                f"layers {names} are one: {node.name} between them has no samples in its first dimension"
+            )
             merged = {i: i if i <= first else max(first, i - (last - first)) for i in range(len(titles))}
             assigned = {n: merged[layer] for n, layer in assigned.items()}
             titles = titles[: first + 1] + titles[last + 1 :]
@@ -150,11 +175,11 @@ class _Splitter:
         members: list[list[fx.Node]] = [[] for _ in self.titles]
         for node, layer in self.assigned.items():
             members[layer].append(node)
-        layers = tuple(self._layer(i, nodes) for i, nodes in enumerate(members))
-        used = {name for layer in layers for name in layer.parameters}
-        unused = [name for name in self.parameters if name not in used]
-        if unused:
-            raise DecomposeError(f"parameter {unused[0]} is used by no layer; freeze or remove it ({len(unused)} in all)")
+        idle = self._idle(members)
+        if idle:
+            notices.append(f"layer {self.titles[-1][0]} also holds what no layer uses: {', '.join(idle)}")
+        last = len(members) - 1
+        layers = tuple(self._layer(i, nodes, idle if i == last else []) for i, nodes in enumerate(members))
         return Decomposition(
             layers=layers,
             boundaries=self._boundaries(layers),
@@ -164,16 +189,30 @@ class _Splitter:
             notices=tuple(notices),
         )
 
-    def _layer(self, index: int, nodes: list[fx.Node]) -> Layer:
+    def _idle(self, members: list[list[fx.Node]]) -> list[str]:
+        """Frozen parameters that no operation uses. A trained one is refused: an optimizer would decay it."""
+        given = {n.name for nodes in members for node in nodes for n in node.all_input_nodes}
+        used = {self.first_name[name] for node, name in self.traced.parameters.items() if node in given}
+        idle = [name for name in self.parameters if name not in used]
+        trained = [name for name in idle if self.parameters[name].requires_grad]
+        if trained:
+            raise DecomposeError(
+                f"parameter {trained[0]} is used by no layer; freeze it (requires_grad_(False)) or remove it "
+                f"({len(trained)} in all)"
+            )
+        return idle
+
+    def _layer(self, index: int, nodes: list[fx.Node], idle: list[str]) -> Layer:
         own = set(nodes)
         needed = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in own))
         sizes = [n for n in needed if _is_size(n)]
         placeholders = [n for n in needed if n.op == "placeholder"]
         traced = self.traced
-        parameters = dict.fromkeys(self.first_name[traced.parameters[n.name]] for n in placeholders if n.name in traced.parameters)
+        used = [traced.parameters[n.name] for n in placeholders if n.name in traced.parameters]
+        parameters = dict.fromkeys([*(self.first_name[name] for name in used), *idle])
         trainable = [name for name in parameters if self.parameters[name].requires_grad]
         ordered = [*trainable, *(name for name in parameters if name not in set(trainable))]
-        buffer_of = traced.buffers | {node: node_name for node, node_name in zip(traced.constants, traced.constants, strict=True)}
+        buffer_of = traced.buffers | {node: node for node in traced.constants}
         buffers = list(dict.fromkeys(buffer_of[n.name] for n in placeholders if n.name in buffer_of))
         inputs: dict[TensorName, None] = {}
         for n in needed:
@@ -186,6 +225,7 @@ class _Splitter:
         if is_last:
             outputs = [traced.output]
         graph = fx.Graph()
+        root = torch.nn.Module()
         made: dict[fx.Node, fx.Node] = {}
         by_parameter = {name: graph.placeholder(f"parameter_{i}") for i, name in enumerate(ordered)}
         by_buffer = {name: graph.placeholder(f"buffer_{i}") for i, name in enumerate(buffers)}
@@ -202,25 +242,38 @@ class _Splitter:
                 made[n] = by_input[self.assigned[n], n.name]
         for i, n in enumerate(sizes):
             made[n] = graph.placeholder(f"size_{i}")
+        for n in needed:
+            inner = inner_graph(n)
+            if inner is not None:
+                root.add_module(n.name, inner)
+                made[n] = graph.get_attr(n.name)
+        # a layer that works in place on what it is given would spoil the stash that its recompute starts from
+        given = [n for n in needed if n in self.assigned or n.name in traced.batch]
+        changed = written(nodes, given)
+        for n in given:
+            if n in changed:
+                made[n] = graph.call_function(torch.ops.aten.clone.default, (made[n],))
         for node in nodes:
             made[node] = graph.node_copy(node, lambda n: made[n])
         graph.output(tuple(made[n] for n in outputs))
         name, path = self.titles[index]
-        mutated = self._mutated(nodes, buffer_of)
+        mutated = {
+            buffer_of[n.name] for n in written(nodes, [n for n in placeholders if n.name in buffer_of])
+        }
         return Layer(
             name=name,
             path=path,
-            code=fx.GraphModule(torch.nn.Module(), graph),
+            code=fx.GraphModule(root, graph),
             parameters=tuple(ordered),
             buffers=tuple(buffers),
             mutated_buffers=tuple(b for b in buffers if b in mutated),
             inputs=tuple(inputs),
             outputs=tuple(n.name for n in outputs),
-            sizes=tuple(getattr(getattr(n.meta["val"], "node", None), "expr", n.meta["val"]) for n in sizes),
+            sizes=tuple(traced.expression(n.meta["val"]) for n in sizes),
             size_symbol=traced.symbol,
             stochastic=any(draws_random_numbers(n) for n in nodes),
-            batch_coupled=any(is_batch_norm_in_training(n) for n in nodes),
-            signature=self._signature(nodes, made, graph, ordered, buffers, needed),
+            batch_coupled=any(mixes_samples(n) for n in nodes),
+            signature=self._signature(nodes, made, graph, ordered, buffers, needed, outputs),
         )
 
     def _differentiable(self) -> set[fx.Node]:
@@ -230,23 +283,11 @@ class _Splitter:
             if node.op == "placeholder" and node.name in self.traced.parameters:
                 if self.parameters[self.first_name[self.traced.parameters[node.name]]].requires_grad:
                     found.add(node)
-            elif node.op == "call_function" and "detach" not in str(node.target):
+            elif node.op == "call_function" and not ignores_gradients(node):
                 value = node.meta.get("val")
                 is_floating = not isinstance(value, Tensor) or value.dtype.is_floating_point
                 if is_floating and any(n in found for n in node.all_input_nodes):
                     found.add(node)
-        return found
-
-    def _mutated(self, nodes: list[fx.Node], buffer_of: dict[str, str]) -> set[str]:
-        found = set()
-        for node in nodes:
-            if is_batch_norm_in_training(node):
-                found |= {buffer_of[n.name] for n in node.args[3:5] if isinstance(n, fx.Node) and n.name in buffer_of}
-            schema = getattr(node.target, "_schema", None)
-            for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
-                written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and isinstance(value, fx.Node) and value.name in buffer_of:
-                    found.add(buffer_of[value.name])
         return found
 
     def _signature(
@@ -257,22 +298,34 @@ class _Splitter:
         parameters: list[str],
         buffers: list[str],
         needed: list[fx.Node],
+        outputs: list[fx.Node],
     ) -> str:
-        """Equal for layers that do the same: operations by position, shapes of all that goes in."""
+        """Equal for layers that do the same: operations by position, shapes of all that goes in, what goes out.
+
+        Whether an input wants a gradient counts: computing it is about half of a linear layer's backward.
+        """
         position = {node: i for i, node in enumerate(graph.nodes)}
 
         def text(value: Any) -> str:
             return f"%{position[made[value]]}" if isinstance(value, fx.Node) else _plain(value)
 
-        lines = [f"{tuple(self.parameters[n].shape)} {self.parameters[n].dtype} {self.parameters[n].requires_grad}" for n in parameters]
+        lines = [
+            f"{tuple(self.parameters[n].shape)} {self.parameters[n].dtype} {self.parameters[n].requires_grad}"
+            for n in parameters
+        ]
         for buffer in buffers:
             lines.append(f"{tuple(self.buffers[buffer].shape)} {self.buffers[buffer].dtype}")
         for n in needed:
             value = n.meta.get("val")
-            lines.append(f"{text(n)} {_shape_text(value, self.traced.symbol)}")
+            lines.append(f"{text(n)} {_shape_text(value, self.traced)} {n in self.differentiable}")
         for node in nodes:
-            arguments = torch.utils._pytree.tree_map(text, (node.args, node.kwargs), is_leaf=lambda v: isinstance(v, fx.Node))
+            arguments = torch.utils._pytree.tree_map(
+                text, (node.args, node.kwargs), is_leaf=lambda v: isinstance(v, fx.Node)
+            )
             lines.append(f"{node.target} {arguments}")
+            # by the names export gave: two equal blocks may be measured twice, two unequal ones never as one
+            lines += [f"{n.target} {n.args} {n.kwargs}" for n in operations(node) if n is not node]
+        lines.append(f"outputs {[text(n) for n in outputs]}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def _boundaries(self, layers: tuple[Layer, ...]) -> dict[TensorName, Boundary]:
@@ -287,7 +340,7 @@ class _Splitter:
         for (source, name), users in consumers.items():
             node = placeholders[batch_nodes[name]] if source == BATCH else by_name[name]
             value = node.meta["val"]
-            rows = _batch_rows(value, self.traced.symbol)
+            rows = _batch_rows(value, self.traced)
             shape = tuple(int(d) for d in value.shape[1:]) if rows else tuple(int(d) for d in value.shape)
             found[source, name] = Boundary(
                 source=source,
@@ -305,8 +358,8 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def _shape_text(value: Any, symbol: Any) -> str:
+def _shape_text(value: Any, traced: Traced) -> str:
     if not isinstance(value, Tensor):
-        return str(getattr(getattr(value, "node", None), "expr", value)).replace(str(symbol), "n")
-    dims = [str(getattr(getattr(d, "node", None), "expr", d)).replace(str(symbol), "n") for d in value.shape]
+        return str(traced.expression(value)).replace(str(traced.symbol), "n")
+    dims = [str(traced.expression(dim)).replace(str(traced.symbol), "n") for dim in value.shape]
     return f"{dims} {value.dtype}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
+from executor.decompose.effects import changes_something
 from executor.decompose.layers import DecomposeError
 from executor.models import Workload
 
@@ -32,7 +33,10 @@ class _Loss(nn.Module):
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph whose placeholders are parameters, buffers and batch tensors, by node name."""
+    """A graph whose placeholders are parameters, buffers and batch tensors, by node name.
+
+    symbol: the number of samples. same_symbols: what export calls it in batch tensors whose sizes never met.
+    """
 
     graph: fx.Graph
     output: fx.Node
@@ -41,10 +45,18 @@ class Traced:
     constants: dict[str, Tensor]
     batch: dict[str, str]
     symbol: Any
+    same_symbols: frozenset[Any]
+
+    def expression(self, size: Any) -> Any:
+        """A size as an expression over `symbol`, or the number that it is."""
+        found = getattr(getattr(size, "node", None), "expr", size)
+        renamed = dict.fromkeys(self.same_symbols, self.symbol)
+        return found.xreplace(renamed) if renamed and hasattr(found, "xreplace") else found
 
 
 def trace(workload: Workload, batch: dict[str, Tensor]) -> Traced:
     """Export the loss with a dynamic number of samples. Raises DecomposeError with the first line of the cause."""
+    _check_example(batch)
     names = tuple(batch)
     shapes = tuple({0: Dim.DYNAMIC} for _ in names)
     try:
@@ -52,12 +64,27 @@ def trace(workload: Workload, batch: dict[str, Tensor]) -> Traced:
             _Loss(workload, names), tuple(batch.values()), dynamic_shapes=(shapes,), strict=False
         )
     except Exception as error:  # export raises whatever the model's own code raises
+        if "specialized it to be a constant" in str(error):
+            raise DecomposeError(
+                f"the model or its loss fixes the number of samples to {len(next(iter(batch.values())))}; "
+                f"it must work for any (tensor.shape[0], not len(tensor))"
+            ) from error
         cause = str(error).strip().splitlines() or [type(error).__name__]
         raise DecomposeError(
             f"torch.export cannot trace the model: {cause[0]} ({type(error).__name__}); "
             f"models with data-dependent control flow cannot be cut yet"
         ) from error
     return _read(program, names)
+
+
+def _check_example(batch: dict[str, Tensor]) -> None:
+    counts = {name: len(tensor) if tensor.dim() else 0 for name, tensor in batch.items()}
+    if len(set(counts.values())) != 1:
+        raise DecomposeError(
+            f"the example batch needs as many samples in each of its tensors, it has {counts}"
+        )
+    if min(counts.values()) < 2:  # export would fix the number to 1
+        raise DecomposeError(f"the example batch has {min(counts.values())} samples; draw 2 or more")
 
 
 def _read(program: ExportedProgram, names: tuple[str, ...]) -> Traced:
@@ -67,50 +94,45 @@ def _read(program: ExportedProgram, names: tuple[str, ...]) -> Traced:
             graph.erase_node(node)
     _erase_unused(graph)
     inputs = dict(zip(signature.user_inputs, names, strict=True))
-    first = next(node for node in graph.nodes if node.name in inputs)
-    symbol = first.meta["val"].shape[0].node.expr
-    if getattr(symbol, "is_symbol", False) is not True:
-        raise DecomposeError(f"the model fixes the number of samples to {symbol}; it must work for any")
-    (output,) = (node for node in graph.nodes if node.op == "output")
+    symbols = [
+        _sample_symbol(node, inputs[node.name])
+        for node in graph.nodes
+        if node.op == "placeholder" and node.name in inputs
+    ]
+    (end,) = (node for node in graph.nodes if node.op == "output")
+    loss: Any = end.args[0]
+    output = loss[-1]
+    shape = tuple(output.meta["val"].shape)
+    if shape:
+        raise DecomposeError(f"the loss has shape {shape}; return its mean over the samples, a scalar")
     return Traced(
         graph=graph,
-        output=output.args[0][-1],
-        parameters={node: name.removeprefix(WRAPPED) for node, name in signature.inputs_to_parameters.items()},
+        output=output,
+        parameters={
+            node: name.removeprefix(WRAPPED) for node, name in signature.inputs_to_parameters.items()
+        },
         buffers={node: name.removeprefix(WRAPPED) for node, name in signature.inputs_to_buffers.items()},
         constants={
-            node: program.constants[name] for node, name in signature.inputs_to_lifted_tensor_constants.items()
+            node: program.constants[name]
+            for node, name in signature.inputs_to_lifted_tensor_constants.items()
         },
         batch={str(node): name for node, name in inputs.items()},
-        symbol=symbol,
+        symbol=symbols[0],
+        same_symbols=frozenset(symbols) - {symbols[0]},
     )
+
+
+def _sample_symbol(node: fx.Node, name: str) -> Any:
+    size = node.meta["val"].shape[0]
+    symbol = getattr(getattr(size, "node", None), "expr", size)
+    if getattr(symbol, "is_symbol", False) is not True:
+        raise DecomposeError(
+            f"the model fixes the number of samples of {name} to {symbol}; it must work for any"
+        )
+    return symbol
 
 
 def _erase_unused(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not changes_something(node):
             graph.erase_node(node)
-
-
-def changes_something(node: fx.Node) -> bool:
-    """Whether an operation writes to its inputs or draws random numbers."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable) or draws_random_numbers(node)
-
-
-def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether an operation uses the generator, in training, with a probability above 0."""
-    target = node.target
-    tags = getattr(target, "tags", ())
-    name = str(target)
-    if "scaled_dot_product_attention" in name:
-        dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(dropout)
-    if "dropout" in name:
-        probability, training = node.args[1], node.args[2] if len(node.args) > 2 else True
-        return bool(probability) and bool(training)
-    return torch.Tag.nondeterministic_seeded in tags
-
-
-def is_batch_norm_in_training(node: fx.Node) -> bool:
-    """Whether an operation's result depends on all samples of its microbatch."""
-    return "batch_norm" in str(node.target) and any(arg is True for arg in node.args[5:6])

@@ -17,7 +17,8 @@ A value is what memory holds:
     Y3.0        what forward pack 3 makes for later forward packs; Y3.0>1 its copy on device 1
     S3.0        what forward pack 3 makes only for the recompute of backward packs
     D3.0        gradients of what backward pack 3 was given; D3.0>1 their copy on device 1
-    A3.0        saved activations of backward pack 3, kept or offloaded instead of recomputed
+    AF3.0       saved activations of backward pack 3, kept or offloaded instead of recomputed
+    AB3.0       offloaded ones that came back
     G3 K3       weight gradients, optimizer state of backward pack 3
 
 `/r` names the replica of weights, gradients and states where there are several; a microbatch belongs to
@@ -166,10 +167,14 @@ class Lane(_Frozen, frozen=True):
 
 Lanes = tuple[Lane, ...]
 
-_VALUE = re.compile(r"([WBNGKIXYSDA][FB]?)(\d+)(?:\.(\d+))?(?:/(\d+))?(?:>(\d+))?")
+# one text for one number: no leading zeros, no digits of other scripts
+_NUMBER = "(0|[1-9][0-9]*)"
+_VALUE = re.compile(rf"([A-Z]+){_NUMBER}(?:\.{_NUMBER})?(?:/{_NUMBER})?(?:>{_NUMBER})?")
+_COMPUTE = re.compile(rf"([FB]){_NUMBER}\.{_NUMBER}")
+_UPDATE = re.compile(rf"update:{_NUMBER}")
 _WHOLE = ("WF", "WB", "G", "K")
-_PIECES = ("I", "X", "Y", "S", "D", "A")
-_ON_VALUES = {"in": SwapIn, "out": SwapOut, "send": Send, "recv": Receive, "reduce": Reduce, "free": Free}
+_PIECES = ("I", "X", "Y", "S", "D", "A", "AF", "AB")
+_ON_VALUES: dict[str, type[SwapIn | SwapOut | Send | Receive | Reduce | Free]] = {"in": SwapIn, "out": SwapOut, "send": Send, "recv": Receive, "reduce": Reduce, "free": Free}
 
 
 def parse_value(text: str) -> Value:
@@ -190,13 +195,14 @@ def parse_action(text: str) -> Action:
     """The action that prints as `text`. Raises FormatError."""
     if text == "agree":
         return Agree()
-    match = re.fullmatch(r"([FB])(\d+)\.(\d+)", text)
+    match = _COMPUTE.fullmatch(text)
     if match is not None:
         kind = Forward if match[1] == "F" else Backward
         return kind(int(match[2]), int(match[3]))
+    match = _UPDATE.fullmatch(text)
+    if match is not None:
+        return Update(int(match[1]))
     verb, colon, rest = text.partition(":")
-    if colon and verb == "update" and rest.isdecimal():
-        return Update(int(rest))
     if colon and verb in _ON_VALUES:
         return _ON_VALUES[verb](parse_value(rest))
     raise FormatError(f"{text!r} is no action; one looks like F3.0, B3.0, in:WF3, send:Y3.0>1, update:3 or free:WF3")

@@ -73,6 +73,8 @@ def check(hardware: Hardware) -> None:
     for i, device in enumerate(hardware.devices):
         if not 0 <= device.host_link < len(hardware.host_links):
             raise FormatError(f"$.devices[{i}].host_link: {device.host_link}; there are {len(hardware.host_links)} links")
+        if device.reserved_bytes < 0:
+            raise FormatError(f"$.devices[{i}].reserved_bytes: {device.reserved_bytes}; sizes are never negative")
         if budget_bytes(device) <= 0:
             raise FormatError(
                 f"$.devices[{i}]: {device.memory_bytes} bytes of which {device.reserved_bytes} reserved leave nothing"

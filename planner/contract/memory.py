@@ -2,10 +2,10 @@
 
 In: a graph of one iteration. Out: per device the most bytes that can be live at once.
 
-At any moment the compute stream of a device has started some action c and not yet the next one. What can be
-live then: every value that is not certainly freed before c starts and not certainly allocated after the next
-one is over. The largest such sum over all c is the peak; what excludes each other because compute lies
-between (the weights before and after a task) is never added up.
+At any moment the compute stream of a device runs some action c, or has finished it and not yet started the next.
+What can be live then: every value that is not certainly freed before c starts and not certainly allocated after
+that moment; c's workspace only while it runs. The largest such sum over all c is the peak; what excludes each
+other because compute lies between (the weights before and after a task) is never added up.
 
 "Certainly" is happens-before: stream order and the waits of precedence.py. Vector clocks hold it:
 clock[lane] of an action is how many actions of that lane are over before it can start. Iterations are
@@ -92,19 +92,27 @@ def _device_peak(graph: Graph, clocks: list[list[list[int]]], tables: list[_Lane
     if compute is None:
         return best
     own = tables[compute]
-    # first action of each other lane that certainly waits for the next compute action; only ever moves on
-    after = dict.fromkeys(lanes, 0)
+    others = [lane for lane in lanes if lane != compute]
+    # first action of each other lane that certainly waits for the end of this compute action, or of the next one;
+    # they only ever move on
+    after_this, after_next = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
     for index, clock in enumerate(clocks[compute]):
         position = index % own.length
-        total = resident + own.workspace[position] + own.made_before(index + 1) - own.freed_before(index)
-        for lane in lanes:
-            if lane == compute:
-                continue
-            theirs, end = clocks[lane], after[lane]
-            while end < len(theirs) and theirs[end][compute] <= index + 1:
-                end += 1
-            after[lane] = end
-            total += tables[lane].made_before(end) - tables[lane].freed_before(clock[lane])
-        if total > best.nbytes:
-            best = Peak(total, graph.where(graph.first_of[compute] + position))
+        staying = resident + own.made_before(index + 1) - own.freed_before(index)
+        staying -= sum(tables[lane].freed_before(clock[lane]) for lane in others)
+        running, over = staying + own.workspace[position], staying
+        for lane in others:
+            after_this[lane] = _first_after(clocks[lane], after_this[lane], compute, index)
+            after_next[lane] = _first_after(clocks[lane], after_next[lane], compute, index + 1)
+            running += tables[lane].made_before(after_this[lane])
+            over += tables[lane].made_before(after_next[lane])
+        if max(running, over) > best.nbytes:
+            best = Peak(max(running, over), graph.where(graph.first_of[compute] + position))
     return best
+
+
+def _first_after(clocks: list[list[int]], start: int, lane: int, count: int) -> int:
+    """The first action from `start` on that certainly waits until more than `count` actions of a lane are over."""
+    while start < len(clocks) and clocks[start][lane] <= count:
+        start += 1
+    return start

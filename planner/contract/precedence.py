@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heappush
 
 from planner.contract.actions import Action, Free, Lanes, Receive, Send, Value
 from planner.contract.errors import VerifyError
-from planner.contract.rules import Cell, Rules
+from planner.contract.rules import Cell, Effects, Rules
 
 
 class Graph:
@@ -47,7 +47,7 @@ class Graph:
                 if entry.action in self.node_of:
                     raise VerifyError(f"{self.where(node)}: occurs twice, before at {self.where(self.node_of[entry.action])}")
                 self.node_of[entry.action] = node
-        self.effects = [rules.effects(action) for action in self.actions]
+        self.effects = [self._effects(node) for node in range(len(self.actions))]
         self.writers: dict[Cell, list[int]] = {}
         self.readers: dict[Cell, list[int]] = {}
         self.makers: dict[Value, list[int]] = {}
@@ -69,6 +69,12 @@ class Graph:
 
     def is_first(self, node: int) -> bool:
         return self.position_of[node] == 0
+
+    def _effects(self, node: int) -> Effects:
+        try:
+            return self.rules.effects(self.actions[node])
+        except (LookupError, ValueError):
+            raise VerifyError(f"{self.where(node)}: no such pack, microbatch or replica in the configuration") from None
 
     def _waits(self, node: int) -> list[tuple[int, int]]:
         effects = self.effects[node]
@@ -113,6 +119,8 @@ class Graph:
     def _meet(self) -> None:
         """Send and recv start together: all that either waits for, the send waits for."""
         for node, action in enumerate(self.actions):
+            if isinstance(action, Send) and Receive(action.value) not in self.node_of:
+                raise VerifyError(f"{self.where(node)}: nothing receives {action.value}")
             if isinstance(action, Receive):
                 send = self.node_of.get(Send(action.value))
                 if send is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, dataclass_transform
 
 import msgspec
 
@@ -21,6 +21,7 @@ BATCH = -1
 """The `src` of an edge that comes from the batch and not from a layer."""
 
 
+@dataclass_transform(frozen_default=True)  # for type checkers: what derives from it is frozen too
 class Noun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Base of every part of a file: immutable, unknown fields refused, defaults left out."""
 
@@ -204,12 +205,16 @@ def check(profile: Profile) -> None:
             )
         if edge.bytes_per_sample < 0 or edge.bytes_fixed < 0:
             raise FormatError(f"$.edges[{i}]: {edge.bytes_per_sample} bytes; sizes are never negative")
+    if profile.target_bytes_per_sample < 0:
+        raise FormatError(f"$.target_bytes_per_sample: {profile.target_bytes_per_sample}; sizes are never negative")
     for i, tie in enumerate(profile.ties):
+        if tie.weight_bytes < 0:
+            raise FormatError(f"$.ties[{i}].weight_bytes: {tie.weight_bytes}; sizes are never negative")
         if len(tie.layers) < 2 or not all(0 <= layer < len(profile.layers) for layer in tie.layers):
             raise FormatError(f"$.ties[{i}].layers: {list(tie.layers)}; a tie names two or more layers of the profile")
 
 
-def _check_costs(costs: Sequence[ForwardCost] | Sequence[BackwardCost], where: str) -> None:
+def _check_costs(costs: Sequence[ForwardCost | BackwardCost], where: str) -> None:
     if not costs:
         raise FormatError(f"{where}: no microbatch size was measured; at least one is needed")
     last = 0
@@ -218,6 +223,10 @@ def _check_costs(costs: Sequence[ForwardCost] | Sequence[BackwardCost], where: s
             raise FormatError(f"{where}[{i}].microbatch_size: {cost.microbatch_size} after {last}; sizes must grow")
         if not 0 < cost.seconds < float("inf"):
             raise FormatError(f"{where}[{i}].seconds: {cost.seconds}; a time is finite and above 0, measure it again")
+        if not 0 <= cost.spread_seconds < float("inf"):
+            raise FormatError(f"{where}[{i}].spread_seconds: {cost.spread_seconds}; a spread is 0 or more")
         if cost.peak_bytes < 0:
             raise FormatError(f"{where}[{i}].peak_bytes: {cost.peak_bytes}; sizes are never negative")
+        if isinstance(cost, BackwardCost) and cost.saved_bytes is not None and cost.saved_bytes < 0:
+            raise FormatError(f"{where}[{i}].saved_bytes: {cost.saved_bytes}; sizes are never negative, null is unknown")
         last = cost.microbatch_size

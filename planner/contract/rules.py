@@ -32,7 +32,7 @@ from planner.contract.costs import Costs
 from planner.contract.cuts import Tensor, nbytes
 from planner.contract.errors import VerifyError
 from planner.contract.profile import BATCH, Profile
-from planner.contract.schedule import Configuration, Samples, replica_samples
+from planner.contract.schedule import BackwardPack, Configuration, ForwardPack, Samples, replica_samples
 
 Cell = tuple[str, Value]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
-from planner.contract.actions import STREAMS, Lane, Lanes, parse_lane
+from planner.contract.actions import STREAMS, Lanes, parse_lane
 from planner.contract.errors import FormatError
 from planner.contract.hardware import Hardware
 from planner.contract.profile import Model, Noun
@@ -107,11 +108,15 @@ class Stream(Noun):
 
 
 class Programs(Noun):
+    """What every stream does in an iteration of training, and in one of evaluation (forward only)."""
+
     train: tuple[Stream, ...]
     evaluate: tuple[Stream, ...] = ()
 
 
 class Schedule(Noun):
+    """A plan: what it was made for, what was decided, what it is predicted to cost, and its programs."""
+
     profile: PlannedFor
     hardware: Hardware
     configuration: Configuration
@@ -192,7 +197,7 @@ def _check_ranges(ranges: tuple[Samples, ...], minibatch: int, where: str) -> No
 
 
 def _check_packs(
-    packs: tuple[ForwardPack, ...] | tuple[BackwardPack, ...], end: int | None, stages: int, where: str
+    packs: Sequence[ForwardPack | BackwardPack], end: int | None, stages: int, where: str
 ) -> None:
     expected = 0
     for p, pack in enumerate(packs):

@@ -66,8 +66,8 @@ def load_trace(path: str | Path) -> Trace:
     file = _decode(path, text, TraceFile)
     try:
         return traces.from_chrome(file)
-    except (KeyError, IndexError, TypeError) as error:
-        raise FormatError(f"{path}: $.traceEvents: not the events of a {traces.SCHEMA} ({error!r})") from None
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
 
 
 def load_schedule_or_trace(path: str | Path) -> Schedule | Trace:

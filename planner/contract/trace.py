@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from planner.contract.actions import STREAMS
+from planner.contract.errors import FormatError
 from planner.contract.profile import Noun
 
 SCHEMA = "harmony-trace/1"
+_STREAM_OF = dict(enumerate(STREAMS))
 
 
 class Span(Noun):
@@ -78,8 +81,6 @@ class TraceFile(msgspec.Struct, forbid_unknown_fields=True):
 
 def to_chrome(trace: Trace) -> TraceFile:
     """Spans become complete events (one process a device, one thread a stream), memory becomes counters."""
-    from planner.contract.actions import STREAMS
-
     events: list[dict[str, Any]] = []
     for device in range(len(trace.devices)):
         events.append({"ph": "M", "name": "process_name", "pid": device, "args": {"name": f"gpu{device} {trace.origin}"}})
@@ -104,21 +105,36 @@ def to_chrome(trace: Trace) -> TraceFile:
 
 
 def from_chrome(file: TraceFile) -> Trace:
-    """The inverse of to_chrome, to the rounding of microseconds."""
-    from planner.contract.actions import STREAMS
+    """The inverse of to_chrome, to the rounding of microseconds.
 
+    Raises FormatError, with the place, at an event that is none of ours.
+    """
     spans, memory = [], []
-    for event in file.traceEvents:
-        seconds = event.get("ts", 0.0) / 1e6
-        if event["ph"] == "X":
-            args = event["args"]
-            end = seconds + event["dur"] / 1e6
-            spans.append(
-                Span(
-                    event["name"], event["pid"], STREAMS[event["tid"]], seconds, end,
-                    args["bytes"], args["iteration"], args["overrun"],
-                )
-            )  # fmt: skip
-        elif event["ph"] == "C":
-            memory.append(MemorySample(event["pid"], seconds, event["args"]["bytes"]))
+    for i, event in enumerate(file.traceEvents):
+        try:
+            if event["ph"] == "X":
+                spans.append(_span(event))
+            elif event["ph"] == "C":
+                memory.append(MemorySample(event["pid"], event["ts"] / 1e6, event["args"]["bytes"]))
+            elif event["ph"] != "M":
+                raise FormatError(f"no event of a {SCHEMA} has the phase {event['ph']!r}")
+            _check_event(event, len(file.harmony.devices))
+        except (KeyError, IndexError, TypeError, FormatError) as error:
+            text = str(error) if isinstance(error, FormatError) else repr(error)
+            raise FormatError(f"$.traceEvents[{i}]: not an event of a {SCHEMA} ({text})") from None
     return msgspec.structs.replace(file.harmony, spans=tuple(spans), memory=tuple(memory))
+
+
+def _span(event: dict[str, Any]) -> Span:
+    args, seconds = event["args"], event["ts"] / 1e6
+    end = seconds + event["dur"] / 1e6
+    return Span(event["name"], event["pid"], _STREAM_OF[event["tid"]], seconds, end, args["bytes"], args["iteration"], args["overrun"])
+
+
+def _check_event(event: dict[str, Any], num_devices: int) -> None:
+    if not isinstance(event["name"], str):
+        raise FormatError(f"its name is {event['name']!r}")
+    if event["pid"] not in range(num_devices):
+        raise FormatError(f"device {event['pid']} of {num_devices}")
+    if event.get("dur", 0) < 0:
+        raise FormatError(f"it lasts {event['dur']} us")

@@ -51,6 +51,9 @@ def check_belongs(schedule: Schedule, profile: Profile, hardware: Hardware) -> N
             f"the schedule was planned for model {schedule.profile.model.name!r} ({theirs}), "
             f"the profile is of {profile.model.name!r} ({ours}); use its own profile or plan again"
         )
+    covered, layers = schedule.configuration.backward_packs[-1].last + 1, len(profile.layers)
+    if covered != layers:
+        raise FormatError(f"$.configuration.backward_packs: cover {covered} layers, the profile has {layers}")
     needed, present = schedule.configuration.num_devices, len(hardware.devices)
     if needed > present:
         raise FormatError(f"the schedule uses {needed} devices, the hardware has {present}; plan for this hardware")
@@ -76,8 +79,12 @@ def check_program(graph: Graph) -> None:
         lane = graph.lanes[graph.lane_of[node]]
         try:
             device, stream = rules.place(action)
-        except (IndexError, VerifyError):
+        except (LookupError, VerifyError):
             raise VerifyError(f"{graph.where(node)}: no such pack, microbatch or replica in the configuration") from None
+        if device >= rules.configuration.num_devices:
+            raise VerifyError(
+                f"{graph.where(node)}: on gpu{device}, the configuration has {rules.configuration.num_devices} devices"
+            )
         if lane.device != device or (stream and lane.stream != stream):
             raise VerifyError(f"{graph.where(node)}: belongs to gpu{device}/{stream or 'any stream'}")
     for action in required(rules):
@@ -98,12 +105,20 @@ def required(rules: Rules) -> Iterator[Action]:
             yield Backward(b, i)
         if rules.is_trained(b):
             yield Update(b)
-        owner = rules.replica_tag(rules.owner(b))
-        moved = rules.moved_bytes(SwapOut(Value("WB", b, replica=owner))) if pack.weights != "resident" else 0
-        if moved:
-            yield SwapOut(Value("WB", b, replica=owner))
+        for replica in _written_back_by(rules, b):
+            yield SwapOut(Value("WB", b, replica=rules.replica_tag(replica)))
         if pack.update == "device" and pack.weights != "resident":
             yield SwapOut(Value("K", b))
+
+
+def _written_back_by(rules: Rules, b: int) -> list[int]:
+    """The replicas whose weights (an update on the device: its owner's) or buffers (as in DDP: the first's) go out."""
+    pack = rules.backward_packs[b]
+    if pack.weights == "resident":
+        return []
+    updated = {rules.owner(b)} if pack.update == "device" and rules.is_trained(b) else set()
+    mutated = {0} if b == rules.fused and rules.costs.mutated_buffer_bytes(pack.first, pack.last) else set()
+    return sorted(updated | mutated)
 
 
 def _why_required(action: Action) -> str:

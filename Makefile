@@ -1,0 +1,127 @@
+# Every step of working on Harmony. `make` alone lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+# more arguments for pip, e.g. the index of another torch build:
+# make venv PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+PIP_FLAGS ?=
+# more arguments for pytest, e.g. -k name, -n 2
+PYTEST_FLAGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format schema golden bench-executor bench-planner gpu-test clean
+
+help: ## list what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F '\t' '{ printf "  %-16s %s\n", $$1, $$2 }'
+
+venv: $(READY) ## create the virtual environment in $(VENV)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[planner,executor,hf,dev]'
+	touch $@
+
+test: $(READY) ## run the tests that need no GPU
+	$(PYTEST)
+
+check: $(READY) ## formatting, lint, types, import rules, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(PYTEST)
+
+format: $(READY) ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+schema: $(READY) ## write profiles/*.schema.json
+	$(BIN)/python -c "$$SCHEMA"
+
+golden: $(READY) ## rewrite the golden files of the tests; review them as a diff
+	$(PYTEST) tests/planner --update-golden
+
+gpu-test: $(READY) ## run the tests that need a GPU, and the slow ones
+	$(PYTEST) --slow -m 'gpu or slow'
+
+# ---- the demo: a GPT-2 of 29 M parameters in 40 % of the memory that it needs, on one and on two virtual devices
+
+DEMO := build/demo
+DEMO_MODEL := hf:gpt2?n_layer=9&n_embd=512&n_head=8&vocab_size=256&seq=128&tie_word_embeddings=false
+DEMO_MINIBATCH := 8
+DEMO_STEPS := 10
+# share of what plain training needs, in percent
+DEMO_SHARE := 40
+DEMO_RATE := 500MB/s
+DEMO_TOLERANCE := 10%
+PLANNER := $(BIN)/harmony-planner
+EXECUTOR := $(BIN)/harmony-executor
+
+demo: $(READY) ## train a GPT-2 in 40 % of the memory it needs, on 1 and 2 virtual devices, and check the plan
+	@mkdir -p $(DEMO)
+	@echo '== what plain training needs'
+	$(EXECUTOR) run --plain --model '$(DEMO_MODEL)' --data . --minibatch $(DEMO_MINIBATCH) --steps 3 --seed 0 -o $(DEMO)/plain.json
+	@echo '== what each layer costs'
+	$(EXECUTOR) profile --model '$(DEMO_MODEL)' --data . --microbatches 1,2,4,8 --device virtual -o $(DEMO)/profile.json
+	@$(MAKE) --no-print-directory demo-run DEVICES=1
+	@$(MAKE) --no-print-directory demo-run DEVICES=2
+
+.PHONY: demo-run
+demo-run: PLACE = $(DEMO)/$(DEVICES)
+demo-run: FILES = $(PLACE)/schedule.json $(DEMO)/profile.json $(PLACE)/hardware.json
+demo-run: MEMORY = $(shell $(BIN)/python -c "$$PLAIN_PEAK" $(DEMO)/plain.json $(DEMO_SHARE))
+demo-run:
+	@mkdir -p $(PLACE)
+	@echo '== on $(DEVICES) virtual device(s) of $(MEMORY) bytes, $(DEMO_SHARE) % of what plain training needs'
+	$(EXECUTOR) hardware --device virtual --devices $(DEVICES) --memory $(MEMORY) --h2d $(DEMO_RATE) --d2h $(DEMO_RATE) --peer $(DEMO_RATE) --compute-scale 0.5 -o $(PLACE)/hardware.json
+	$(PLANNER) plan $(DEMO)/profile.json $(PLACE)/hardware.json --minibatch $(DEMO_MINIBATCH) -o $(PLACE)/schedule.json
+	$(PLANNER) verify $(FILES)
+	$(PLANNER) simulate $(FILES) -o $(PLACE)/planned.json
+	$(EXECUTOR) run $(PLACE)/schedule.json --data . --device virtual --steps $(DEMO_STEPS) --seed 0 -o $(PLACE)/measured.json
+	$(PLANNER) compare $(PLACE)/planned.json $(PLACE)/measured.json --tolerance $(DEMO_TOLERANCE) --picture $(PLACE)/timeline.png --schedule $(PLACE)/schedule.json
+
+# ---- benchmarks
+
+BENCH := build/bench
+BENCH_MINIBATCH := 64
+PROFILES = $(wildcard profiles/models/*.json)
+SERVERS = $(wildcard profiles/hardware/*.json)
+
+bench-planner: $(READY) ## plan every profile in profiles/models on every server in profiles/hardware
+	@mkdir -p $(BENCH)
+	@for profile in $(PROFILES); do for server in $(SERVERS); do \
+		echo "== $$(basename $$profile .json) on $$(basename $$server .json), minibatch $(BENCH_MINIBATCH)"; \
+		$(PLANNER) plan $$profile $$server --minibatch $(BENCH_MINIBATCH) || [ $$? = 2 ] || exit 1; \
+	done; done
+
+bench-executor: $(READY) ## run the demo's schedules (make demo first) as fast as this machine can
+	@for devices in 1 2; do \
+		echo "== the demo's schedule on $$devices virtual device(s), unpaced"; \
+		$(EXECUTOR) run $(DEMO)/$$devices/schedule.json --data . --device virtual --unpaced --steps $(DEMO_STEPS) || exit 1; \
+	done
+
+clean: ## remove what was built, but not the virtual environment
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# ---- what needs a few lines of Python
+
+define SCHEMA
+from pathlib import Path
+import msgspec
+from planner.contract.store import json_schemas
+for name, schema in json_schemas().items():
+    Path("profiles", name).write_bytes(msgspec.json.format(msgspec.json.encode(schema), indent=1) + b"\n")
+endef
+export SCHEMA
+
+define PLAIN_PEAK
+import sys
+from planner.contract.store import load_trace
+print(load_trace(sys.argv[1]).devices[0].peak_bytes * int(sys.argv[2]) // 100)
+endef
+export PLAIN_PEAK

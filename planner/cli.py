@@ -1,0 +1,358 @@
+"""`harmony-planner`: plan, verify, simulate, show, compare.
+
+Results for people on stdout, progress on stderr. Exit status 0; 1 where a check that was asked for does not
+hold; 2 for bad input or an infeasible problem, with one line on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as ProgressBar
+
+from planner import render
+from planner.compare import Comparison, compare
+from planner.contract import store
+from planner.contract.errors import FormatError, InfeasibleError, VerifyError
+from planner.contract.hardware import Hardware, budget_bytes
+from planner.contract.schedule import Schedule
+from planner.contract.trace import Trace
+from planner.contract.units import format_bytes, format_seconds, parse_bytes
+from planner.contract.verify import verify
+
+MODES = ("any", "pp", "dp", "hybrid")
+
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""What typer raises for options that do not exist or do not parse; it has no public name of its own."""
+
+app = typer.Typer(
+    name="harmony-planner",
+    help="Plan how to train a network that is larger than GPU memory; files in, files out, no GPU needed.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ProfileFile = Annotated[
+    str, typer.Argument(metavar="PROFILE", help="What each layer costs; - reads standard input.")
+]
+HardwareFile = Annotated[
+    str, typer.Argument(metavar="HARDWARE", help="Devices, links and host; - reads standard input.")
+]
+ScheduleFile = Annotated[str, typer.Argument(metavar="SCHEDULE", help="A schedule; - reads standard input.")]
+Memory = Annotated[
+    str | None, typer.Option("--memory", metavar="SIZE", help="Use this memory for every device, e.g. 16GiB.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Output = Annotated[
+    str | None, typer.Option("-o", "--output", metavar="PATH", help="Where to write; - is standard output.")
+]
+
+
+@app.command("plan")
+def plan_command(
+    profile_file: ProfileFile,
+    hardware_file: HardwareFile,
+    minibatch: Annotated[
+        int, typer.Option("--minibatch", min=1, metavar="SAMPLES", help="Samples of one iteration.")
+    ],
+    mode: Annotated[str, typer.Option("--mode", help=f"One of {', '.join(MODES)}.")] = "any",
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, metavar="N", help="Use the first N devices.")
+    ] = None,
+    memory: Memory = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option("--time-limit", min=0.0, metavar="SECONDS", help="Search no longer than this."),
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest schedule, with the time and memory it needs and a proven lower bound."""
+    if mode not in MODES:
+        raise FormatError(f"--mode {mode}: use one of {', '.join(MODES)}")
+    _check_outputs(output, as_json)
+    _check_one_standard_input(profile_file, hardware_file)
+    profile = store.load_profile(profile_file)
+    hardware = _with_memory(store.load_hardware(hardware_file), memory)
+    # numpy and the solver load with the search: the other commands start without them
+    from planner.search import plan
+
+    with _progress() as report:
+        result = plan(
+            profile,
+            hardware,
+            minibatch=minibatch,
+            mode=mode,
+            num_devices=devices,
+            time_limit_seconds=time_limit,
+            progress=report,
+        )
+    if result.schedule is None:
+        raise InfeasibleError(result.reason)
+    if output is not None:
+        store.save(result.schedule, output)
+    if as_json:
+        _print_json(_plan_json(result.schedule, result.limits, result.search_seconds, result.num_candidates))
+    else:
+        _show(
+            render.plan_result(result.schedule, result.limits, result.search_seconds, result.num_candidates),
+            to_stderr=output == store.STANDARD,
+        )
+
+
+@app.command("verify")
+def verify_command(
+    schedule_file: ScheduleFile,
+    profile_file: ProfileFile,
+    hardware_file: HardwareFile,
+    memory: Memory = None,
+    as_json: Json = False,
+) -> None:
+    """Check a schedule against its profile and a hardware; exit status 1 where it breaks a rule or does not fit."""
+    _check_one_standard_input(schedule_file, profile_file, hardware_file)
+    schedule, profile = store.load_schedule(schedule_file), store.load_profile(profile_file)
+    hardware = _with_memory(store.load_hardware(hardware_file), memory)
+    try:
+        peaks = verify(schedule, profile, hardware)
+    except (VerifyError, InfeasibleError) as fault:
+        if as_json:
+            _print_json({"holds": False, "fault": str(fault)})
+        _complain(f"does not hold: {fault}")
+        raise typer.Exit(1) from None
+    if as_json:
+        _print_json({"holds": True, "peaks": [{"bytes": peak.nbytes, "where": peak.where} for peak in peaks]})
+        return
+    for i, peak in enumerate(peaks):
+        limit = budget_bytes(hardware.devices[i])
+        typer.echo(f"gpu{i}: at most {format_bytes(peak.nbytes)} of {format_bytes(limit)}, at {peak.where}")
+    typer.echo("holds: every rule, and the memory of each device and of the host whatever the timing")
+
+
+@app.command("simulate")
+def simulate_command(
+    schedule_file: ScheduleFile,
+    profile_file: ProfileFile,
+    hardware_file: HardwareFile,
+    memory: Memory = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a schedule in simulated time; the trace opens in Perfetto."""
+    _check_outputs(output, as_json)
+    _check_one_standard_input(schedule_file, profile_file, hardware_file)
+    schedule, profile = store.load_schedule(schedule_file), store.load_profile(profile_file)
+    hardware = _with_memory(store.load_hardware(hardware_file), memory)
+    # a schedule that breaks a rule has no time: say what it breaks instead
+    verify(schedule, profile, hardware)
+    from planner.simulate import simulate
+
+    trace = simulate(schedule, profile, hardware)
+    if output is not None:
+        store.save(trace, output)
+    if as_json:
+        _print_json(
+            {
+                "iteration_seconds": trace.iteration_seconds[0],
+                "samples_per_second": trace.samples_per_iteration / trace.iteration_seconds[0],
+                "devices": [msgspec.to_builtins(device) for device in trace.devices],
+            }
+        )
+        return
+    seconds = trace.iteration_seconds[0]
+    line = f"{format_seconds(seconds)} an iteration, {trace.samples_per_iteration / seconds:.4g} samples/s"
+    typer.echo(line, err=output == store.STANDARD)
+
+
+@app.command("show")
+def show_command(schedule_file: ScheduleFile, as_json: Json = False) -> None:
+    """Print a schedule: configuration, packs, and its program in short."""
+    schedule = store.load_schedule(schedule_file)
+    if as_json:
+        _print_json(_schedule_json(schedule))
+    else:
+        _show(render.schedule_summary(schedule))
+
+
+@app.command("compare")
+def compare_command(
+    planned_file: Annotated[
+        str, typer.Argument(metavar="PLANNED", help="A schedule, or its simulated trace.")
+    ],
+    measured_file: Annotated[
+        str, typer.Argument(metavar="MEASURED", help="The trace of a run; - reads standard input.")
+    ],
+    tolerance: Annotated[
+        str, typer.Option("--tolerance", metavar="SHARE", help="Largest difference of the iteration time.")
+    ] = "5%",
+    picture: Annotated[
+        str | None,
+        typer.Option("--picture", metavar="PNG", help="Draw both timelines; needs a trace as PLANNED."),
+    ] = None,
+    schedule_file: Annotated[
+        str | None,
+        typer.Option("--schedule", metavar="SCHEDULE", help="Draw the memory limits of this schedule too."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare what was planned with what was measured; exit status 1 where the plan does not hold."""
+    share = parse_share(tolerance)
+    planned = store.load_schedule_or_trace(planned_file)
+    measured = store.load_trace(measured_file)
+    comparison = compare(planned, measured)
+    if picture is not None:
+        if isinstance(planned, Schedule):
+            raise FormatError(
+                f"--picture {picture}: a schedule has no times; simulate it and compare its trace"
+            )
+        _draw(planned, measured, schedule_file, picture)
+    if as_json:
+        _print_json(_comparison_json(comparison, share))
+    else:
+        _show(render.comparison_result(comparison, share))
+    if not comparison.holds(share):
+        raise typer.Exit(1)
+
+
+def parse_share(text: str) -> float:
+    """`5%` or `0.05`. Raises FormatError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text.strip())
+    if match is None:
+        raise FormatError(f"--tolerance {text!r}: no share; write 5% or 0.05")
+    return float(match[1]) / (100 if match[2] else 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    try:
+        status = app(args=arguments, standalone_mode=False)
+    except UsageError as error:
+        message: str = getattr(error, "format_message", lambda: "")()
+        return _refuse(message or "no command given")
+    except BrokenPipeError:
+        # the reader of our output has gone; nothing of it may be flushed at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    except OSError as error:
+        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except ValueError as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return _refuse("interrupted")
+    return status if isinstance(status, int) else 0
+
+
+# ---- input
+
+
+def _check_one_standard_input(*files: str) -> None:
+    if files.count(store.STANDARD) > 1:
+        raise FormatError("-: standard input holds one file; name the others")
+
+
+def _check_outputs(output: str | None, as_json: bool) -> None:
+    if output == store.STANDARD and as_json:
+        raise FormatError("-o - and --json both write to standard output; choose one")
+
+
+def _with_memory(hardware: Hardware, memory: str | None) -> Hardware:
+    """The hardware with other devices' memory; what is reserved on them stays reserved."""
+    if memory is None:
+        return hardware
+    size = parse_bytes(memory)
+    for device in hardware.devices:
+        if size <= device.reserved_bytes:
+            raise FormatError(
+                f"--memory {memory}: {size} bytes of which {device.reserved_bytes} are reserved on {device.name} leave nothing"
+            )
+    devices = tuple(msgspec.structs.replace(device, memory_bytes=size) for device in hardware.devices)
+    return msgspec.structs.replace(hardware, devices=devices)
+
+
+# ---- output
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Any], None] | None]:
+    """A bar on stderr where that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("searching"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[best]}"))
+    with ProgressBar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("searching", total=None, best="")
+
+        def report(progress: Any) -> None:
+            best = "" if progress.best_seconds is None else f"best {format_seconds(progress.best_seconds)}"
+            bar.update(task, completed=progress.done, total=progress.total, best=best)
+
+        yield report
+
+
+def _show(renderable: RenderableType, to_stderr: bool = False) -> None:
+    console = Console(stderr=to_stderr, highlight=False)
+    if not console.is_terminal:
+        # no terminal, no width: a file or a pipe gets whole lines
+        console = Console(stderr=to_stderr, highlight=False, width=200)
+    console.print(renderable)
+
+
+def _print_json(result: object) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=1).decode())
+
+
+def _complain(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    typer.echo(f"harmony-planner: {' '.join(message.split())}", err=True)
+
+
+def _refuse(message: str) -> int:
+    _complain(message)
+    return 2
+
+
+def _draw(planned: Trace, measured: Trace, schedule_file: str | None, picture: str) -> None:
+    limits: tuple[int, ...] = ()
+    if schedule_file is not None:
+        limits = tuple(budget_bytes(device) for device in store.load_schedule(schedule_file).hardware.devices)
+    # matplotlib takes a second to load, and only this needs it
+    from planner.picture import timeline_png
+
+    Path(picture).write_bytes(timeline_png(planned, measured, limits))
+
+
+def _schedule_json(schedule: Schedule) -> dict[str, Any]:
+    return {
+        "model": schedule.profile.model.name,
+        "configuration": msgspec.to_builtins(schedule.configuration),
+        "predicted": msgspec.to_builtins(schedule.predicted),
+        "limit_bytes": [budget_bytes(device) for device in schedule.hardware.devices],
+        "schedule_hash": store.schedule_hash(schedule),
+    }
+
+
+def _plan_json(schedule: Schedule, limits: str, search_seconds: float, num_candidates: int) -> dict[str, Any]:
+    predicted = schedule.predicted
+    return _schedule_json(schedule) | {
+        "gap": render.gap(predicted.iteration_seconds, predicted.lower_bound_seconds),
+        "limited_by": limits,
+        "search_seconds": search_seconds,
+        "num_candidates": num_candidates,
+    }
+
+
+def _comparison_json(comparison: Comparison, tolerance: float) -> dict[str, Any]:
+    faults = comparison.faults(tolerance)
+    figures: dict[str, Any] = msgspec.to_builtins(comparison)
+    return {"holds": not faults, "faults": faults, "tolerance": tolerance} | figures

@@ -1,0 +1,190 @@
+"""A picture of one planned iteration above one measured one: streams over time, memory against its limit.
+
+In: two traces, each device's limit. Out: the bytes of a PNG; cli.py writes them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from planner.contract.actions import STREAMS
+from planner.contract.trace import Span, Trace
+
+# Okabe and Ito's palette: told apart with any colour vision
+COLOURS = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "weights in": "#E69F00",
+    "batch, stash in": "#F0E442",
+    "gradients out": "#D55E00",
+    "stash out": "#CC79A7",
+    "to a peer": "#009E73",
+    "update": "#000000",
+}
+DARK = ("backward", "update", "gradients out", "to a peer")
+LABELLED_SHARE = 0.02
+"""An action at least so wide, of the whole picture, carries its name."""
+
+
+def kind_of(action: str) -> str:
+    """The legend's word for an action's text; nothing for what takes no time (a free)."""
+    verb, colon, value = action.partition(":")
+    if not colon:
+        return {"F": "forward", "B": "backward"}.get(action[0], "update")
+    weights = value[0] in "WGK"
+    match verb:
+        case "in":
+            return "weights in" if weights else "batch, stash in"
+        case "out":
+            return "gradients out" if weights else "stash out"
+        case "send" | "recv" | "reduce":
+            return "to a peer"
+        case "update":
+            return "update"
+    return ""
+
+
+def timeline_png(planned: Trace, measured: Trace, limit_bytes: Sequence[int]) -> bytes:
+    """The picture. limit_bytes: what a plan may use of each device; none where it is not known."""
+    num_devices = len(planned.devices)
+    ours, theirs = _one_iteration(planned), _one_iteration(measured)
+    start = min(0.0, *(span.start_seconds for span in ours + theirs))
+    end = max(span.end_seconds for span in ours + theirs)
+    has_memory = bool(planned.memory or measured.memory)
+    heights = [len(_streams(ours, d)) + len(_streams(theirs, d)) + 1.0 for d in range(num_devices)]
+    rows = [h for height in heights for h in ([height, 3.5] if has_memory else [height])]
+    figure = Figure(figsize=(14, 1.2 + 0.3 * sum(rows)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    per_device = 2 if has_memory else 1
+    for device in range(num_devices):
+        _draw_streams(axes[per_device * device], device, ours, theirs, end - start)
+        if has_memory:
+            limit = limit_bytes[device] if device < len(limit_bytes) else None
+            _draw_memory(axes[per_device * device + 1], device, planned, measured, limit)
+    axes[-1].set_xlim(start, end)
+    axes[-1].set_xlabel("seconds from the start of the first forward")
+    used = {kind_of(span.action) for span in ours + theirs}
+    patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in used]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+    figure.suptitle(
+        f"{planned.model}: planned {median(planned.iteration_seconds):.4g} s, "
+        f"measured {median(measured.iteration_seconds):.4g} s an iteration"
+    )
+    file = io.BytesIO()
+    # no date and no version inside: the same traces give the same bytes
+    figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()
+
+
+def _iteration(trace: Trace) -> int:
+    """The recorded iteration whose compute takes the median time."""
+    extent: dict[int, tuple[float, float]] = {}
+    for span in trace.spans:
+        if span.stream == "compute":
+            first, last = extent.get(span.iteration, (span.start_seconds, span.end_seconds))
+            extent[span.iteration] = min(first, span.start_seconds), max(last, span.end_seconds)
+    ordered = sorted(extent, key=lambda k: (extent[k][1] - extent[k][0], k))
+    return ordered[(len(ordered) - 1) // 2] if ordered else 0
+
+
+def _zero(trace: Trace) -> float:
+    """When the iteration that is drawn starts its first compute."""
+    chosen = _iteration(trace)
+    starts = [s.start_seconds for s in trace.spans if s.iteration == chosen and s.action[0] in "FB"]
+    return min(starts, default=0.0)
+
+
+def _one_iteration(trace: Trace) -> list[Span]:
+    """The spans of one iteration, times from the start of its first compute (a prefetch is before 0)."""
+    chosen, zero = _iteration(trace), _zero(trace)
+    return [
+        Span(s.action, s.device, s.stream, s.start_seconds - zero, s.end_seconds - zero)
+        for s in trace.spans
+        if s.iteration == chosen and kind_of(s.action)
+    ]
+
+
+def _streams(spans: Sequence[Span], device: int) -> list[str]:
+    used = {span.stream for span in spans if span.device == device}
+    return [stream for stream in STREAMS if stream in used]
+
+
+def _draw_streams(
+    axes: Axes, device: int, ours: Sequence[Span], theirs: Sequence[Span], width: float
+) -> None:
+    """One row a stream, planned rows above measured ones."""
+    labels: list[str] = []
+    for spans, origin in ((ours, "planned"), (theirs, "measured")):
+        for stream in _streams(spans, device):
+            row = len(labels)
+            labels.append(f"{stream} {origin}")
+            by_kind: dict[str, list[tuple[float, float]]] = {}
+            for span in spans:
+                if span.device != device or span.stream != stream:
+                    continue
+                seconds = span.end_seconds - span.start_seconds
+                by_kind.setdefault(kind_of(span.action), []).append((span.start_seconds, seconds))
+                if seconds >= LABELLED_SHARE * width:
+                    _label(axes, span, row)
+            for kind, bars in by_kind.items():
+                # compute is dense and needs its seams; a short copy needs an edge of its colour to be seen
+                edge = "white" if stream == "compute" else COLOURS[kind]
+                axes.broken_barh(
+                    bars, (row - 0.4, 0.8), facecolor=COLOURS[kind], edgecolor=edge, linewidth=0.4
+                )
+        if origin == "planned":
+            axes.axhline(len(labels) - 0.5, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(labels)), labels, size=8)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.set_title(f"gpu{device}", loc="left", size=10, weight="bold")
+    axes.grid(axis="x", linewidth=0.3)
+
+
+def _label(axes: Axes, span: Span, row: int) -> None:
+    verb, colon, value = span.action.partition(":")
+    colour = "white" if kind_of(span.action) in DARK else "black"
+    middle = (span.start_seconds + span.end_seconds) / 2
+    axes.text(middle, row, value if colon else verb, ha="center", va="center", size=7, color=colour)
+
+
+def _draw_memory(axes: Axes, device: int, planned: Trace, measured: Trace, limit: int | None) -> None:
+    """Bytes over time; the peak that the plan promises for any timing, and the limit, as lines across."""
+    scale = 2**20
+    for trace, colour, style in ((planned, "#0072B2", "--"), (measured, "#D55E00", "-")):
+        zero = _zero(trace)
+        samples = [s for s in trace.memory if s.device == device]
+        if samples:
+            seconds = [s.seconds - zero for s in samples]
+            axes.step(
+                seconds,
+                [s.allocated_bytes / scale for s in samples],
+                where="post",
+                color=colour,
+                linestyle=style,
+                linewidth=1.0,
+                label="planned" if trace is planned else "measured",
+            )
+    axes.axhline(
+        planned.devices[device].peak_bytes / scale,
+        color="#0072B2",
+        linewidth=0.8,
+        linestyle=":",
+        label="planned peak",
+    )
+    if limit is not None:
+        axes.axhline(limit / scale, color="black", linewidth=1.0, label="limit")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("MiB", size=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(axis="x", linewidth=0.3)
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, fontsize=7, frameon=False, borderpad=0.0
+    )

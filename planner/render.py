@@ -1,0 +1,230 @@
+"""What people read: a plan, a schedule, a comparison, as rich tables and lines.
+
+In: nouns. Out: rich renderables; cli.py prints them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.compare import Comparison, Pair
+from planner.contract.actions import Action, Backward, Forward, Lane
+from planner.contract.hardware import budget_bytes
+from planner.contract.schedule import (
+    BackwardPack,
+    Configuration,
+    ForwardPack,
+    Samples,
+    Schedule,
+    parse_program,
+    replica_samples,
+)
+from planner.contract.units import format_bytes, format_seconds
+
+NUM_RUNS = 8
+"""How many runs of a lane `show` prints from its start, and from its end."""
+
+
+def gap(seconds: float, lower_bound_seconds: float) -> float:
+    """What a faster plan could save at most, as a share of the iteration."""
+    return 1 - lower_bound_seconds / seconds
+
+
+def plan_result(
+    schedule: Schedule, limits: str, search_seconds: float, num_candidates: int
+) -> RenderableType:
+    """The outcome of a search."""
+    return _spaced(
+        _summary(schedule, [("limited by", limits)]),
+        _devices(schedule),
+        Text(f"{num_candidates} configurations simulated in {format_seconds(search_seconds)}"),
+    )
+
+
+def schedule_summary(schedule: Schedule) -> RenderableType:
+    """`show`: configuration, packs, and the program in short."""
+    return _spaced(
+        _summary(schedule, []), _devices(schedule), *_packs(schedule.configuration), _program(schedule)
+    )
+
+
+def comparison_result(comparison: Comparison, tolerance: float) -> RenderableType:
+    """`compare`: every figure twice, and the verdict."""
+    parts: list[RenderableType] = [_totals(comparison)]
+    if comparison.phases:
+        parts.append(_pairs("compute seconds by phase, all devices", comparison.phases))
+    for device in comparison.devices:
+        if device.busy_seconds:
+            parts.append(_pairs(f"busy seconds of gpu{device.device}", device.busy_seconds))
+    if comparison.largest:
+        parts.append(_pairs("actions that differ most", comparison.largest))
+    if comparison.overrun_actions:
+        shown = ", ".join(comparison.overrun_actions[:12])
+        more = len(comparison.overrun_actions) - 12
+        parts.append(Text(f"took longer than their pace: {shown}{f' and {more} more' if more > 0 else ''}"))
+    faults = [f"does not hold: {fault}" for fault in comparison.faults(tolerance)]
+    holds = f"holds: time within {tolerance:.1%}, no peak above its plan, exactly the planned bytes swapped"
+    return _spaced(*parts, Text("\n".join(faults or [holds])))
+
+
+# ---- parts
+
+
+def _spaced(*parts: RenderableType) -> Group:
+    """The parts with an empty line between two."""
+    return Group(*(item for part in parts for item in (part, "")))
+
+
+def _summary(schedule: Schedule, more: Iterable[tuple[str, str]]) -> Table:
+    predicted, configuration = schedule.predicted, schedule.configuration
+    seconds, bound = predicted.iteration_seconds, predicted.lower_bound_seconds
+    replicas = len(replica_samples(configuration))
+    rows = [
+        ("model", f"{schedule.profile.model.name} ({schedule.profile.dtype}, {schedule.profile.optimizer})"),
+        (
+            "predicted",
+            f"{format_seconds(seconds)} an iteration, {configuration.minibatch / seconds:.4g} samples/s",
+        ),
+        ("lower bound", f"{format_seconds(bound)}, gap {gap(seconds, bound):.1%}"),
+        (
+            "mode",
+            f"{configuration.mode}, {_count(configuration.num_devices, 'device')}, {_count(replicas, 'replica')}",
+        ),
+        ("minibatch", _count(configuration.minibatch, "sample")),
+        ("forward", _phase(configuration.forward_packs, configuration.microbatches.forward)),
+        ("backward", _phase(configuration.backward_packs, configuration.microbatches.backward)),
+        ("host memory", format_bytes(predicted.host_bytes)),
+        *more,
+    ]
+    table = Table.grid(padding=(0, 2))
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    return table
+
+
+def _phase(packs: Sequence[ForwardPack | BackwardPack], microbatches: tuple[Samples, ...]) -> str:
+    sizes = sorted({end - first for first, end in microbatches}, reverse=True)
+    counts = f"{_count(len(packs), 'pack')}, {_count(len(microbatches), 'microbatch', 'es')}"
+    return f"{counts} of {' or '.join(map(str, sizes))}"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def _devices(schedule: Schedule) -> Table:
+    table = _table("device", "peak", "limit", "swap in", "swap out", "to peers")
+    for i, device in enumerate(schedule.predicted.devices):
+        limit = budget_bytes(schedule.hardware.devices[i])
+        moved = (device.swap_in_bytes, device.swap_out_bytes, device.peer_bytes)
+        table.add_row(f"gpu{i}", *map(format_bytes, (device.peak_bytes, limit, *moved)))
+    return table
+
+
+def _packs(configuration: Configuration) -> Iterator[Table]:
+    table = _table("forward pack", "layers", "device", "weights", "seconds")
+    for p, pack in enumerate(configuration.forward_packs):
+        table.add_row(f"F{p}", *_pack_cells(pack))
+    if configuration.forward_packs:
+        yield table
+    table = _table("backward pack", "layers", "device", "weights", "seconds", "update", "activations")
+    for b, backward in enumerate(configuration.backward_packs):
+        update: str = backward.update
+        if backward.update_seconds:
+            update += f" {format_seconds(backward.update_seconds)}"
+        activations = " ".join(f"{len(list(run))}x{name}" for name, run in groupby(backward.activations))
+        table.add_row(f"B{b}", *_pack_cells(backward), update, activations or "recompute")
+    yield table
+
+
+def _pack_cells(pack: ForwardPack | BackwardPack) -> tuple[str, str, str, str]:
+    seconds = format_seconds(sum(pack.seconds)) if pack.seconds else "-"
+    return f"{pack.first}-{pack.last}", f"gpu{pack.device}", pack.weights, seconds
+
+
+def _program(schedule: Schedule) -> Table:
+    table = _table("stream", "actions", "program")
+    for lane in parse_program(schedule.programs.train):
+        num_actions = sum(not str(entry.action).startswith("free:") for entry in lane.entries)
+        table.add_row(f"gpu{lane.device}/{lane.stream}", str(num_actions), Text(lane_in_short(lane)))
+    return table
+
+
+def lane_in_short(lane: Lane) -> str:
+    """A lane without its frees, runs over microbatches joined: `F0.0-3 B1.0-1`; the middle of a long one left out."""
+    actions = [entry.action for entry in lane.entries if not str(entry.action).startswith("free:")]
+    runs = [_run([action for _, action in run]) for _, run in groupby(enumerate(actions), key=_run_key)]
+    if len(runs) > 2 * NUM_RUNS:
+        runs[NUM_RUNS:-NUM_RUNS] = [f"... {len(runs) - 2 * NUM_RUNS} more ..."]
+    return " ".join(runs)
+
+
+def _run_key(item: tuple[int, Action]) -> tuple[str, int]:
+    """Equal for neighbours that continue each other: the same text up to a microbatch that counts up."""
+    position, action = item
+    head, microbatch, tail = _split(action)
+    return (f"{head}.{tail}", microbatch - position) if microbatch >= 0 else (f"{head} {position}", -1)
+
+
+def _run(actions: list[Action]) -> str:
+    if len(actions) == 1:
+        return str(actions[0])
+    head, first, tail = _split(actions[0])
+    return f"{head}.{first}-{_split(actions[-1])[1]}{tail}"
+
+
+def _split(action: Action) -> tuple[str, int, str]:
+    """(text before the microbatch, the microbatch or -1, text behind it)."""
+    if isinstance(action, Forward | Backward):
+        return str(action).partition(".")[0], action.microbatch, ""
+    head, dot, rest = str(action).partition(".")
+    if not dot:
+        return head, -1, ""
+    microbatch, arrow, device = rest.partition(">")
+    return head, int(microbatch), arrow + device
+
+
+def _totals(comparison: Comparison) -> Table:
+    table = _table("", "planned", "measured", "difference", "remark")
+    low, high = comparison.quartile_seconds
+    remark = (
+        f"median of {comparison.num_iterations}, quartiles {format_seconds(low)} to {format_seconds(high)}"
+    )
+    table.add_row(*_cells(comparison.iteration_seconds, format_seconds), remark)
+    for device in comparison.devices:
+        name = f"gpu{device.device}"
+        reserved = (
+            f"{format_bytes(device.reserved_bytes)} held by the allocator" if device.reserved_bytes else ""
+        )
+        for pair, note in (
+            (device.peak_bytes, reserved),
+            (device.swap_in_bytes, ""),
+            (device.swap_out_bytes, ""),
+        ):
+            cells = _cells(pair, lambda number: format_bytes(int(number)))
+            table.add_row(f"{name} {cells[0]}", *cells[1:], note)
+    return table
+
+
+def _pairs(title: str, pairs: Iterable[Pair]) -> Table:
+    table = _table(title, "planned", "measured", "difference")
+    for pair in pairs:
+        table.add_row(*_cells(pair, format_seconds))
+    return table
+
+
+def _cells(pair: Pair, form: Callable[[float], str]) -> tuple[str, str, str, str]:
+    return pair.name, form(pair.planned), form(pair.measured), f"{pair.relative:+.2%}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        is_text = i == 0 or column in ("layers", "weights", "update", "activations", "program", "remark")
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
+    return table
