@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 
-from executor import render
+from executor import render, terminal
 from planner.contract import hardware as hardwares
 from planner.contract import store
 from planner.contract.errors import FormatError, HarmonyError
@@ -47,23 +43,50 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-DeviceOption = Annotated[str, typer.Option("--device", metavar="KIND", help="virtual (the CPU as an accelerator) or cuda.")]
-Optimizer = Annotated[str | None, typer.Option("--optimizer", metavar="NAME", help="One of torch.optim's, e.g. adamw, adam, sgd.")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", metavar="KIND", help="virtual (the CPU as an accelerator) or cuda.")
+]
+Optimizer = Annotated[
+    str | None,
+    typer.Option("--optimizer", metavar="NAME", help="One of torch.optim's, e.g. adamw, adam, sgd."),
+]
 LearningRate = Annotated[float, typer.Option("--lr", metavar="RATE", help="The optimizer's learning rate.")]
-WeightDecay = Annotated[float | None, typer.Option("--weight-decay", metavar="X", help="The optimizer's; torch's default where not given.")]
-Momentum = Annotated[float | None, typer.Option("--momentum", metavar="X", help="SGD's; the same when profiling and running.")]
+WeightDecay = Annotated[
+    float | None,
+    typer.Option("--weight-decay", metavar="X", help="The optimizer's; torch's default where not given."),
+]
+Momentum = Annotated[
+    float | None, typer.Option("--momentum", metavar="X", help="SGD's; the same when profiling and running.")
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of weights, batches and dropout.")]
-Data = Annotated[Path | None, typer.Option("--data", metavar="PATH", help="A text file, or a folder of them, for hf: models.")]
-LayerPatterns = Annotated[list[str] | None, typer.Option("--layers", metavar="PATTERN", help="Modules that are layers, e.g. transformer.h.*; repeat for more.")]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="PATH", help="A text file, or a folder of them, for hf: models."),
+]
+LayerPatterns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--layers", metavar="PATTERN", help="Modules that are layers, e.g. transformer.h.*; repeat for more."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Output = Annotated[str | None, typer.Option("-o", "--output", metavar="PATH", help="Where to write; - is standard output.")]
+Output = Annotated[
+    str | None, typer.Option("-o", "--output", metavar="PATH", help="Where to write; - is standard output.")
+]
 Size = str | None
 
 
 @app.command("profile")
 def profile_command(
-    model: Annotated[str, typer.Option("--model", metavar="SPEC", help="hf:NAME?key=value, path/to/file.py:function or module:function.")],
-    microbatches: Annotated[str, typer.Option("--microbatches", metavar="N,N,...", help="Microbatch sizes to measure.")] = "1,2,4,8",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", metavar="SPEC", help="hf:NAME?key=value, path/to/file.py:function or module:function."
+        ),
+    ],
+    microbatches: Annotated[
+        str, typer.Option("--microbatches", metavar="N,N,...", help="Microbatch sizes to measure.")
+    ] = "1,2,4,8",
     device: DeviceOption = "virtual",
     optimizer: Optimizer = DEFAULT_OPTIMIZER,
     lr: LearningRate = 1e-3,
@@ -84,7 +107,7 @@ def profile_command(
     from executor.profile import measure_profile
 
     workload = load_workload(model, seed=seed, data=data)
-    with _progress("measuring layers") as advance:
+    with terminal.progress("measuring layers") as advance:
         profile = measure_profile(
             workload,
             model,
@@ -100,26 +123,61 @@ def profile_command(
     if output is not None:
         store.save(profile, output)
     if as_json:
-        _print_json(render.profile_json(profile))
+        terminal.print_json(render.profile_json(profile))
     else:
-        _show(render.profile_table(profile), to_stderr=output == store.STANDARD)
+        terminal.show(render.profile_table(profile), to_stderr=output == store.STANDARD)
 
 
 @app.command("hardware")
 def hardware_command(
     device: DeviceOption = "virtual",
-    devices: Annotated[int | None, typer.Option("--devices", min=1, metavar="N", help="How many; all GPUs, or 1 virtual device.")] = None,
-    memory: Annotated[Size, typer.Option("--memory", metavar="SIZE", help="Of each device, e.g. 200MiB; for cuda a limit below its own.")] = None,
-    reserved: Annotated[Size, typer.Option("--reserved", metavar="SIZE", help="Of that, not for the plan; for cuda measured.")] = None,
-    h2d: Annotated[Size, typer.Option("--h2d", metavar="RATE", help="Host to device, e.g. 500MB/s; for cuda measured.")] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", min=1, metavar="N", help="How many; all GPUs, or 1 virtual device."),
+    ] = None,
+    memory: Annotated[
+        Size,
+        typer.Option(
+            "--memory", metavar="SIZE", help="Of each device, e.g. 200MiB; for cuda a limit below its own."
+        ),
+    ] = None,
+    reserved: Annotated[
+        Size, typer.Option("--reserved", metavar="SIZE", help="Of that, not for the plan; for cuda measured.")
+    ] = None,
+    h2d: Annotated[
+        Size, typer.Option("--h2d", metavar="RATE", help="Host to device, e.g. 500MB/s; for cuda measured.")
+    ] = None,
     d2h: Annotated[Size, typer.Option("--d2h", metavar="RATE", help="Device to host.")] = None,
-    latency: Annotated[float, typer.Option("--latency", min=0.0, metavar="SECONDS", help="Of each copy.")] = 0.0,
-    sharing: Annotated[str, typer.Option("--sharing", help="How devices share the host link: none, fair or static.")] = "none",
-    peer: Annotated[Size, typer.Option("--peer", metavar="RATE", help="Device to device; through the host where not given.")] = None,
-    compute_scale: Annotated[str, typer.Option("--compute-scale", metavar="X,X,...", help="Speed relative to the profile's device, one or one each.")] = "1",
-    host_memory: Annotated[Size, typer.Option("--host-memory", metavar="SIZE", help="This machine's where not given.")] = None,
-    pinnable: Annotated[Size, typer.Option("--pinnable", metavar="SIZE", help="Of that, what can be pinned.")] = None,
-    update_workers: Annotated[int | None, typer.Option("--update-workers", min=1, metavar="N", help="Host updates that run at once at full speed.")] = None,
+    latency: Annotated[
+        float, typer.Option("--latency", min=0.0, metavar="SECONDS", help="Of each copy.")
+    ] = 0.0,
+    sharing: Annotated[
+        str, typer.Option("--sharing", help="How devices share the host link: none, fair or static.")
+    ] = "none",
+    peer: Annotated[
+        Size,
+        typer.Option("--peer", metavar="RATE", help="Device to device; through the host where not given."),
+    ] = None,
+    compute_scale: Annotated[
+        str,
+        typer.Option(
+            "--compute-scale",
+            metavar="X,X,...",
+            help="Speed relative to the profile's device, one or one each.",
+        ),
+    ] = "1",
+    host_memory: Annotated[
+        Size, typer.Option("--host-memory", metavar="SIZE", help="This machine's where not given.")
+    ] = None,
+    pinnable: Annotated[
+        Size, typer.Option("--pinnable", metavar="SIZE", help="Of that, what can be pinned.")
+    ] = None,
+    update_workers: Annotated[
+        int | None,
+        typer.Option(
+            "--update-workers", min=1, metavar="N", help="Host updates that run at once at full speed."
+        ),
+    ] = None,
     name: Annotated[str, typer.Option("--name", help="What to call it.")] = "",
     output: Output = None,
     as_json: Json = False,
@@ -137,7 +195,9 @@ def hardware_command(
         asked = {"--memory": memory, "--h2d": h2d, "--d2h": d2h}
         missing = [option for option, text in asked.items() if text is None]
         if missing:
-            raise FormatError(f"--device virtual: {', '.join(missing)} missing; say e.g. --memory 200MiB --h2d 500MB/s --d2h 500MB/s")
+            raise FormatError(
+                f"--device virtual: {', '.join(missing)} missing; say e.g. --memory 200MiB --h2d 500MB/s --d2h 500MB/s"
+            )
         from executor.hardware import virtual_hardware
 
         found = virtual_hardware(
@@ -159,29 +219,57 @@ def hardware_command(
     if output is not None:
         store.save(found, output)
     if as_json:
-        _print_json(msgspec.to_builtins(found))
+        terminal.print_json(msgspec.to_builtins(found))
     else:
-        _show(render.hardware_table(found), to_stderr=output == store.STANDARD)
+        terminal.show(render.hardware_table(found), to_stderr=output == store.STANDARD)
 
 
 @app.command("run")
 def run_command(
-    schedule_file: Annotated[str | None, typer.Argument(metavar="SCHEDULE", help="What to run; - reads standard input. May be left out with --plain.")] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="SPEC", help="The planned one where not given.")] = None,
+    schedule_file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCHEDULE", help="What to run; - reads standard input. May be left out with --plain."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="SPEC", help="The planned one where not given.")
+    ] = None,
     device: DeviceOption = "virtual",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Iterations; the first one is a warm-up.")] = 10,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Iterations; the first one is a warm-up.")
+    ] = 10,
     optimizer: Optimizer = None,
     lr: LearningRate = 1e-3,
     weight_decay: WeightDecay = None,
     momentum: Momentum = None,
     seed: Seed = 0,
     data: Data = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Train without the schedule, all of it on one device.")] = False,
-    budget: Annotated[Size, typer.Option("--budget", metavar="SIZE", help="With --plain: the device's memory.")] = None,
-    minibatch: Annotated[int | None, typer.Option("--minibatch", min=1, metavar="SAMPLES", help="With --plain: the schedule's where not given.")] = None,
-    microbatch: Annotated[int | None, typer.Option("--microbatch", min=1, metavar="SAMPLES", help="With --plain: the schedule's where not given.")] = None,
-    unpaced: Annotated[bool, typer.Option("--unpaced", help="Virtual devices run as fast as they can.")] = False,
-    weights_out: Annotated[Path | None, typer.Option("--weights-out", metavar="PATH", help="Write the trained weights (safetensors).")] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Train without the schedule, all of it on one device.")
+    ] = False,
+    budget: Annotated[
+        Size, typer.Option("--budget", metavar="SIZE", help="With --plain: the device's memory.")
+    ] = None,
+    minibatch: Annotated[
+        int | None,
+        typer.Option(
+            "--minibatch", min=1, metavar="SAMPLES", help="With --plain: the schedule's where not given."
+        ),
+    ] = None,
+    microbatch: Annotated[
+        int | None,
+        typer.Option(
+            "--microbatch", min=1, metavar="SAMPLES", help="With --plain: the schedule's where not given."
+        ),
+    ] = None,
+    unpaced: Annotated[
+        bool, typer.Option("--unpaced", help="Virtual devices run as fast as they can.")
+    ] = False,
+    weights_out: Annotated[
+        Path | None,
+        typer.Option("--weights-out", metavar="PATH", help="Write the trained weights (safetensors)."),
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -197,7 +285,9 @@ def run_command(
     schedule = None if schedule_file is None else store.load_schedule(schedule_file)
     spec = model or (schedule.profile.model.spec if schedule is not None else "")
     if not spec:
-        raise FormatError("--model is missing" + ("" if schedule is None else "; the schedule's profile names none"))
+        raise FormatError(
+            "--model is missing" + ("" if schedule is None else "; the schedule's profile names none")
+        )
     limit = None if budget is None else parse_bytes(budget)
     samples = _plain_samples(schedule, minibatch, microbatch) if plain else ()
     from executor.launch import run_schedule
@@ -216,22 +306,30 @@ def run_command(
         paced=not unpaced,
     )
     num_samples = samples[-1][1] if plain or schedule is None else schedule.configuration.minibatch
-    with _iterations(steps, num_samples) as note:
+    with terminal.iterations(steps, num_samples) as note:
         if plain:
             trace = run_plain(
-                schedule, options, samples, budget_bytes=limit, trace_path=output, weights_out=weights_out, progress=note
+                schedule,
+                options,
+                samples,
+                budget_bytes=limit,
+                trace_path=output,
+                weights_out=weights_out,
+                progress=note,
             )
         else:
             assert schedule is not None
             try:
-                trace = run_schedule(schedule, options, trace_path=output, weights_out=weights_out, progress=note)
+                trace = run_schedule(
+                    schedule, options, trace_path=output, weights_out=weights_out, progress=note
+                )
             except Aborted:
                 # under torchrun: the rank that failed says why
                 raise typer.Exit(1) from None
     if not _is_first_rank():
         return
     if as_json:
-        _print_json(render.trace_json(trace))
+        terminal.print_json(render.trace_json(trace))
     else:
         for line in render.trace_lines(trace, None if plain else schedule, limit):
             typer.echo(line, err=output == store.STANDARD)
@@ -252,8 +350,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         status = app(args=arguments, standalone_mode=False)
     except UsageError as error:
-        # without a command the message is the whole help
-        message = str(getattr(error, "message", "") or error)
+        # it names the option; without a command the message is the whole help
+        message = str(cast(Any, error).format_message())
         return _refuse(message if "\n" not in message else "no command; --help lists them")
     except BrokenPipeError:
         # the reader of our output has gone; nothing of it may be flushed at exit either
@@ -277,7 +375,7 @@ def _fail(error: RuntimeError) -> int:
     from executor.launch import RunError
 
     if isinstance(error, torch.OutOfMemoryError):
-        _complain(f"out of memory: {error}")
+        terminal.complain(f"out of memory: {error}")
     elif isinstance(error, RunError):
         typer.echo(f"harmony-executor: {error}", err=True)
     else:
@@ -305,6 +403,11 @@ def _parse_scales(text: str) -> list[float]:
 def _check_device(device: str) -> None:
     if device not in DEVICES:
         raise FormatError(f"--device {device}: use one of {', '.join(DEVICES)}")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise HarmonyError("--device cuda: torch sees no GPU here; use --device virtual")
 
 
 def _check_outputs(output: str | None, as_json: bool) -> None:
@@ -318,7 +421,9 @@ def _settings(lr: float, weight_decay: float | None, momentum: float | None) -> 
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _plain_samples(schedule: Schedule | None, minibatch: int | None, microbatch: int | None) -> tuple[Samples, ...]:
+def _plain_samples(
+    schedule: Schedule | None, minibatch: int | None, microbatch: int | None
+) -> tuple[Samples, ...]:
     """The microbatches of plain training: the schedule's backward ones, or as asked for."""
     if schedule is not None and minibatch is None and microbatch is None:
         return schedule.configuration.microbatches.backward
@@ -337,7 +442,9 @@ def _limited(hardware: Hardware, memory: str | None) -> Hardware:
     size = parse_bytes(memory)
     for device in hardware.devices:
         if size > device.memory_bytes:
-            raise FormatError(f"--memory {memory}: {device.name} has {device.memory_bytes} bytes; a limit is below that")
+            raise FormatError(
+                f"--memory {memory}: {device.name} has {device.memory_bytes} bytes; a limit is below that"
+            )
     devices = tuple(msgspec.structs.replace(device, memory_bytes=size) for device in hardware.devices)
     limited = msgspec.structs.replace(hardware, devices=devices)
     hardwares.check(limited)
@@ -349,8 +456,6 @@ def _device_name(device: str) -> str:
         return device
     import torch
 
-    if not torch.cuda.is_available():
-        raise HarmonyError("--device cuda: torch sees no GPU here; use --device virtual")
     return torch.cuda.get_device_name(0)
 
 
@@ -359,7 +464,7 @@ def _warn_of_slow_links(hardware: Hardware) -> None:
 
     for check in check_links(hardware):
         if abs(check.error) > TOLERANCE:
-            _complain(
+            terminal.complain(
                 f"warning: {check.direction} of device {check.device} takes {format_seconds(check.measured_seconds)} where "
                 f"its rate says {format_seconds(check.expected_seconds)} ({check.error:+.0%}); ask for slower links"
             )
@@ -368,55 +473,10 @@ def _warn_of_slow_links(hardware: Hardware) -> None:
 # ---- output
 
 
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
-    """advance(done, total, line): a bar on stderr where that is a terminal; lines go above it."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task: TaskID = bar.add_task(what, total=None)
-
-        def advance(done: int, total: int, line: str) -> None:
-            bar.update(task, completed=done, total=total)
-            if line:
-                console.print(line)
-
-        yield advance
-
-
-@contextmanager
-def _iterations(steps: int, num_samples: int) -> Iterator[Callable[[int, float, float], None]]:
-    """Progress of a run: a line per iteration."""
-    with _progress("training") as advance:
-
-        def note(iteration: int, loss: float, seconds: float) -> None:
-            rate = f"{num_samples / seconds:.4g} samples/s"
-            advance(iteration + 1, steps, f"iteration {iteration + 1}/{steps}  loss {loss:.6g}  {format_seconds(seconds)}  {rate}")
-
-        yield note
-
-
 def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _show(table: Table, to_stderr: bool = False) -> None:
-    console = Console(stderr=to_stderr, highlight=False)
-    if not console.is_terminal:
-        # no terminal, no width: a file or a pipe gets whole lines
-        console = Console(stderr=to_stderr, highlight=False, width=200)
-    console.print(table)
-
-
-def _print_json(result: object) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=1).decode())
-
-
-def _complain(message: str) -> None:
-    """One line on stderr, whatever the message holds."""
-    typer.echo(f"harmony-executor: {' '.join(message.split())}", err=True)
-
-
 def _refuse(message: str) -> int:
-    _complain(message)
+    terminal.complain(message)
     return 2

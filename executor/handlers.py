@@ -167,6 +167,7 @@ def run_update(rank: Rank, action: Update, iteration: int) -> bool:
 
 
 def run_free(rank: Rank, action: Free, iteration: int) -> bool:
+    """The value's bytes may be used again."""
     rank.memory.free(action.value, rank.stream_of(action))
     return False
 

@@ -84,10 +84,14 @@ def virtual_hardware(
     """
     scales = tuple(compute_scales) * (num_devices if len(compute_scales) == 1 else 1)
     if len(scales) != num_devices:
-        raise HarmonyError(f"--compute-scale: {len(scales)} figures for {num_devices} devices; give one, or one each")
+        raise HarmonyError(
+            f"--compute-scale: {len(scales)} figures for {num_devices} devices; give one, or one each"
+        )
     host_bytes = psutil.virtual_memory().total if host_memory_bytes is None else host_memory_bytes
     hardware = Hardware(
-        tuple(DeviceSpec(f"virtual{i}", memory_bytes, reserved_bytes, scale) for i, scale in enumerate(scales)),
+        tuple(
+            DeviceSpec(f"virtual{i}", memory_bytes, reserved_bytes, scale) for i, scale in enumerate(scales)
+        ),
         (HostLink(h2d_bytes_per_second, d2h_bytes_per_second, latency_seconds, sharing),),
         Host(
             host_bytes,
@@ -164,13 +168,19 @@ def cuda_hardware(num_devices: int | None = None, name: str = "") -> Hardware:
                 torch.cuda.get_device_properties(d).total_memory,
                 _reserved_bytes(d, count),
                 # the profile is of the first GPU
-                1.0 if torch.cuda.get_device_name(d) == torch.cuda.get_device_name(0) else speeds[i] / speeds[0],
+                1.0
+                if torch.cuda.get_device_name(d) == torch.cuda.get_device_name(0)
+                else speeds[i] / speeds[0],
                 links[i],
             )
             for i, d in enumerate(devices)
         ),
         tuple(
-            HostLink(*alone[links.index(link)], _latency(devices[links.index(link)]), "fair" if links.count(link) > 1 else "none")
+            HostLink(
+                *alone[links.index(link)],
+                _latency(devices[links.index(link)]),
+                "fair" if links.count(link) > 1 else "none",
+            )
             for link in sorted(set(links))
         ),
         # pinned pages cannot be swapped out: no more than is free now

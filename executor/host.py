@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 from torch import Tensor
 

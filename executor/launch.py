@@ -165,7 +165,9 @@ def _watch(ranks: list[tuple[Any, Connection]], progress: Progress) -> Trace:
                 process, _ = ranks[rank]
                 process.join(KILL_SECONDS)
                 if process.exitcode != 0:
-                    failures.setdefault(rank, Failure(rank, "died", f"gpu{rank}: {_how_it_ended(process.exitcode)}"))
+                    failures.setdefault(
+                        rank, Failure(rank, "died", f"gpu{rank}: {_how_it_ended(process.exitcode)}")
+                    )
                 continue
             if isinstance(message, Failure):
                 failures[rank] = message
@@ -197,7 +199,12 @@ def _rank_main(job: Job, rank: int, port: int, parent_pid: int, parent: Connecti
     # Ctrl-C goes to the whole group: the parent answers it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     world = job.schedule.configuration.num_devices
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     # local ranks talk over the loopback; a host name need not resolve
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -34,7 +34,9 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-def make_optimizer(name: str, parameters: Iterable[Any], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+def make_optimizer(
+    name: str, parameters: Iterable[Any], settings: Mapping[str, Any]
+) -> torch.optim.Optimizer:
     """A torch optimizer with fused kernels where torch has them. settings: lr, weight_decay, momentum, ...
 
     Raises HarmonyError for settings or parameters that it does not take.
@@ -58,7 +60,9 @@ def state_layout(name: str, settings: Mapping[str, Any], parameter: Tensor) -> t
         if value is None:
             continue
         if not isinstance(value, Tensor) or value.shape not in (probe.shape, torch.Size()):
-            raise HarmonyError(f"--optimizer {name}: keeps {key!r} in a form that cannot be swapped; try adamw, adam or sgd")
+            raise HarmonyError(
+                f"--optimizer {name}: keeps {key!r} in a form that cannot be swapped; try adamw, adam or sgd"
+            )
         entries.append((key, tuple(parameter.shape) if value.shape == probe.shape else (), value.dtype))
     return tuple(entries)
 
@@ -106,7 +110,9 @@ class LayerOptimizer:
 
     def step_layers(self, layers: Iterable[int]) -> None:
         """One optimizer step of the parameters that these layers own, from the gradients in the store."""
-        stepped = [name for layer in layers for name in self._gradients[layer] if self._uses[name][0] == layer]
+        stepped = [
+            name for layer in layers for name in self._gradients[layer] if self._uses[name][0] == layer
+        ]
         with torch.no_grad():
             for name in stepped:
                 first, *others = self._uses[name]

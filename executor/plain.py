@@ -42,11 +42,19 @@ def run_plain(
     if schedule is not None:
         check_model(schedule, profile)
     result = train(
-        workload, options, samples, decomposition=decomposition, budget_bytes=budget_bytes, on_iteration=progress
+        workload,
+        options,
+        samples,
+        decomposition=decomposition,
+        budget_bytes=budget_bytes,
+        on_iteration=progress,
     )
     trace = plain_trace(result, profile.model.name, model_hash(profile), samples[-1][1], options)
     if weights_out is not None:
-        buffers = {name: buffer.detach().clone() for name, buffer in workload.model.named_buffers(remove_duplicate=False)}
+        buffers = {
+            name: buffer.detach().clone()
+            for name, buffer in workload.model.named_buffers(remove_duplicate=False)
+        }
         write_weights(result.parameters | buffers, weights_out)
     if trace_path is not None:
         files.save(trace, trace_path)

@@ -21,7 +21,11 @@ MEMORY_SAMPLES = 20_000
 
 
 def merge(
-    records: Sequence[RankRecord], schedule: Schedule, graph: Graph, options: RunOptions, losses: Sequence[float]
+    records: Sequence[RankRecord],
+    schedule: Schedule,
+    graph: Graph,
+    options: RunOptions,
+    losses: Sequence[float],
 ) -> Trace:
     """One trace, its times from the start of the first kept span on.
 
@@ -38,7 +42,16 @@ def merge(
             lane = graph.lanes[graph.lane_of[node]]
             nbytes = graph.rules.moved_bytes(action)
             spans.append(
-                Span(str(action), lane.device, lane.stream, start - origin, end - origin, nbytes, iteration, overrun)
+                Span(
+                    str(action),
+                    lane.device,
+                    lane.stream,
+                    start - origin,
+                    end - origin,
+                    nbytes,
+                    iteration,
+                    overrun,
+                )
             )
     memory = [
         MemorySample(record.rank, seconds - origin, nbytes)
@@ -78,7 +91,9 @@ def merge(
     )
 
 
-def plain_trace(result: PlainResult, model: str, model_hash: str, minibatch: int, options: RunOptions) -> Trace:
+def plain_trace(
+    result: PlainResult, model: str, model_hash: str, minibatch: int, options: RunOptions
+) -> Trace:
     """The trace of plain training: one device, no spans, nothing swapped."""
     return Trace(
         origin="measured",

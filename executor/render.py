@@ -80,7 +80,9 @@ def trace_lines(trace: Trace, schedule: Schedule | None, budget: int | None) -> 
     if seconds is None:
         yield f"loss {trace.losses[-1]:.6g}; one iteration is all warm-up, so there is no time to tell"
     else:
-        line = f"{format_seconds(seconds)} an iteration, {trace.samples_per_iteration / seconds:.4g} samples/s"
+        line = (
+            f"{format_seconds(seconds)} an iteration, {trace.samples_per_iteration / seconds:.4g} samples/s"
+        )
         if schedule is not None:
             planned = schedule.predicted.iteration_seconds
             line += f" (planned {format_seconds(planned)}, {seconds / planned - 1:+.1%})"

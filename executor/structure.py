@@ -52,30 +52,49 @@ class LayerPlaces:
     state_bytes: int
 
 
-def layer_places(decomposition: Decomposition, optimizer: str, settings: Mapping[str, Any]) -> list[LayerPlaces]:
+def layer_places(
+    decomposition: Decomposition, optimizer: str, settings: Mapping[str, Any]
+) -> list[LayerPlaces]:
     """The places of every layer's tensors."""
     owners = {name: layers[0] for name, layers in decomposition.ties.items()}
     found = []
     for i, layer in enumerate(decomposition.layers):
         tensors = decomposition.parameters
         trainable = [name for name in layer.parameters if tensors[name].requires_grad]
-        weights, weight_bytes = _place({n: (tuple(tensors[n].shape), tensors[n].dtype) for n in layer.parameters}, 0)
+        weights, weight_bytes = _place(
+            {n: (tuple(tensors[n].shape), tensors[n].dtype) for n in layer.parameters}, 0
+        )
         gradients = {name: weights[name] for name in trainable}
         gradient_bytes = max((p.offset + aligned(p.nbytes) for p in gradients.values()), default=0)
         buffers = decomposition.buffers
-        places, end = _place({n: (tuple(buffers[n].shape), buffers[n].dtype) for n in layer.buffers}, weight_bytes)
+        places, end = _place(
+            {n: (tuple(buffers[n].shape), buffers[n].dtype) for n in layer.buffers}, weight_bytes
+        )
         owned = [name for name in trainable if owners.get(name, i) == i]
         entries = {
-            (name, key): (shape, dtype) for name in owned for key, shape, dtype in state_layout(optimizer, settings, tensors[name])
+            (name, key): (shape, dtype)
+            for name in owned
+            for key, shape, dtype in state_layout(optimizer, settings, tensors[name])
         }
         states, state_bytes = _place(entries, 0)
         found.append(
-            LayerPlaces(weights, places, gradients, states, weight_bytes, end - weight_bytes, gradient_bytes, state_bytes)
+            LayerPlaces(
+                weights,
+                places,
+                gradients,
+                states,
+                weight_bytes,
+                end - weight_bytes,
+                gradient_bytes,
+                state_bytes,
+            )
         )
     return found
 
 
-def _place(entries: Mapping[Any, tuple[tuple[int, ...], torch.dtype]], start: int) -> tuple[dict[Any, Place], int]:
+def _place(
+    entries: Mapping[Any, tuple[tuple[int, ...], torch.dtype]], start: int
+) -> tuple[dict[Any, Place], int]:
     places, offset = {}, start
     for key, (shape, dtype) in entries.items():
         places[key] = Place(offset, shape, dtype)
@@ -84,7 +103,11 @@ def _place(entries: Mapping[Any, tuple[tuple[int, ...], torch.dtype]], start: in
 
 
 def structure(
-    decomposition: Decomposition, spec: str, optimizer: str, settings: Mapping[str, Any], patterns: tuple[str, ...] = ()
+    decomposition: Decomposition,
+    spec: str,
+    optimizer: str,
+    settings: Mapping[str, Any],
+    patterns: tuple[str, ...] = (),
 ) -> Profile:
     """A profile with everything but the costs: what a schedule's model hash is compared with."""
     places = layer_places(decomposition, optimizer, settings)
@@ -119,7 +142,11 @@ def structure(
             spec=spec,
             patterns=patterns,
             cut_by=decomposition.cut_by,
-            inputs={b.name: f"{list(b.shape)} {b.dtype}" for key, b in decomposition.boundaries.items() if key[0] < 0},
+            inputs={
+                b.name: f"{list(b.shape)} {b.dtype}"
+                for key, b in decomposition.boundaries.items()
+                if key[0] < 0
+            },
             structure_hash=decomposition.structure_hash,
         ),
         device=Device(name=""),

@@ -23,7 +23,9 @@ def layer_graph(profile: Profile) -> nx.DiGraph[int]:
             continue
         for consumer in tensor.consumers:
             known = graph.get_edge_data(tensor.src, consumer, {"bytes_per_sample": 0})
-            graph.add_edge(tensor.src, consumer, bytes_per_sample=known["bytes_per_sample"] + tensor.bytes_per_sample)
+            graph.add_edge(
+                tensor.src, consumer, bytes_per_sample=known["bytes_per_sample"] + tensor.bytes_per_sample
+            )
     return graph
 
 
@@ -31,5 +33,7 @@ def longest_path(graph: nx.DiGraph[int], seconds: Sequence[float]) -> float:
     """The largest sum of layer seconds along any path of the DAG."""
     ends: dict[int, float] = {}
     for layer in nx.topological_sort(graph):
-        ends[layer] = seconds[layer] + max((ends[before] for before in graph.predecessors(layer)), default=0.0)
+        ends[layer] = seconds[layer] + max(
+            (ends[before] for before in graph.predecessors(layer)), default=0.0
+        )
     return max(ends.values())

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from planner.contract.actions import (
+    STREAMS,
     Action,
     Backward,
     Entry,
@@ -33,7 +34,6 @@ from planner.contract.actions import (
     Receive,
     Reduce,
     Send,
-    STREAMS,
     SwapIn,
     SwapOut,
     Update,
@@ -55,14 +55,18 @@ class Task:
         self.pack = actions[0].pack
         packs = rules.forward_packs if self.is_forward else rules.backward_packs
         layers = packs[self.pack]
-        replica = (rules.forward_replica if self.is_forward else rules.backward_replica)[actions[0].microbatch]
+        replica = (rules.forward_replica if self.is_forward else rules.backward_replica)[
+            actions[0].microbatch
+        ]
         self.tag = rules.replica_tag(replica)
         self.is_owner = not self.is_forward and replica == rules.owner(self.pack)
         kind = "WF" if self.is_forward else "WB"
         self.weights = Value(kind, self.pack, replica=self.tag) if rules.has_weights(layers) else None
         trained = not self.is_forward and rules.is_trained(self.pack)
         self.gradients = Value("G", self.pack, replica=self.tag) if trained else None
-        writes_back = replica == 0 and self.weights is not None and rules.moved_bytes(SwapOut(self.weights)) > 0
+        writes_back = (
+            replica == 0 and self.weights is not None and rules.moved_bytes(SwapOut(self.weights)) > 0
+        )
         self.writes_back = writes_back
         self.name = f"{'forward' if self.is_forward else 'backward'} pack {self.pack} (layers {layers.first} to {layers.last})"
 
@@ -151,7 +155,9 @@ class DeviceDraft:
 
     def _collect_outputs(self, t: int, action: Compute) -> None:
         """What leaves this device after an action goes through the ring of outputs."""
-        leaving = [v for v in self.rules.effects(action).makes if v.kind in "YSD" and v not in self.last_reader]
+        leaving = [
+            v for v in self.rules.effects(action).makes if v.kind in "YSD" and v not in self.last_reader
+        ]
         if leaving:
             self.outputs.add(t, action, leaving)
 
@@ -200,7 +206,11 @@ class DeviceDraft:
                 if isinstance(action, Forward) and rules.stashed_tensors(action.pack):
                     stash = Value("S", action.pack, action.microbatch)
                     lane.append(SwapOut(stash))
-                    freed = [v for _, v in rules.effects(SwapOut(stash)).reads if v.kind == "S" or v not in self.last_reader]
+                    freed = [
+                        v
+                        for _, v in rules.effects(SwapOut(stash)).reads
+                        if v.kind == "S" or v not in self.last_reader
+                    ]
                     lane.extend(Free(value) for value in freed)
             if task.writes_back and task.weights is not None:
                 lane += [SwapOut(task.weights), Free(task.weights)]
@@ -226,8 +236,7 @@ class DeviceDraft:
                     if value.kind not in "YD":
                         continue
                     lane.extend(Send(copy) for copy in _copies(self.rules, value, self.device))
-                    stashed = value.kind == "Y" and self.rules.stashed_tensors(value.pack)
-                    stashed = stashed and value in [v for _, v in self.rules.effects(SwapOut(Value("S", value.pack, value.microbatch))).reads]
+                    stashed = value.kind == "Y" and bool(self.rules.stashed_tensors(value.pack))
                     if value not in self.last_reader and not stashed:
                         lane.append(Free(value))
 
@@ -272,7 +281,6 @@ class DeviceDraft:
 
         Raises InfeasibleError where a task does not fit at all.
         """
-        nbytes = self.rules.nbytes
         needed = self._task_bytes()
         weighted = [t for t, task in enumerate(self.tasks) if task.weights is not None]
         drained = [t for t, task in enumerate(self.tasks) if task.gradients is not None]
@@ -283,13 +291,16 @@ class DeviceDraft:
                     f"gpu{self.device}: {task.name} needs {used} bytes, {used - limit_bytes} over the limit of {limit_bytes}"
                 )
             later = [u for u in weighted if u > t] or weighted
-            incoming = nbytes(self.tasks[later[0]].weights) if later else 0  # type: ignore[arg-type]
+            incoming = self._nbytes(self.tasks[later[0]].weights) if later else 0
             earlier = [u for u in drained if u < t] or drained
             is_affected = t in drained or t == 0
-            outgoing = nbytes(self.tasks[earlier[-1]].gradients) if earlier and is_affected else 0  # type: ignore[arg-type]
+            outgoing = self._nbytes(self.tasks[earlier[-1]].gradients) if earlier and is_affected else 0
             left = limit_bytes - used
             self.is_prefetched[t] = incoming <= left
             self.is_drained_late[t] = outgoing <= left - (incoming if self.is_prefetched[t] else 0)
+
+    def _nbytes(self, value: Value | None) -> int:
+        return 0 if value is None else self.rules.nbytes(value)
 
     def _task_bytes(self) -> list[int]:
         """The most each task needs beside prefetched weights and the last task's gradients."""
@@ -316,14 +327,20 @@ class DeviceDraft:
             for action in task.actions:
                 live += sum(rules.nbytes(v) for v in rules.effects(action).makes if v in self.last_reader)
                 most = max(most, live)
-                live -= sum(rules.nbytes(v) for v in self.free_at.get(action, ()) if v.kind in "YD" and v.device < 0)
+                live -= sum(
+                    rules.nbytes(v) for v in self.free_at.get(action, ()) if v.kind in "YD" and v.device < 0
+                )
             # what skips packs may arrive long before its last reader
             held.append(most + sum(rules.nbytes(v) for v in early if self.last_reader[v][0] >= t))
         return held
 
     def finish(self) -> list[Lane]:
         return [
-            Lane(self.device, stream, tuple(Entry(a, tuple(dict.fromkeys(self.waits.get(a, ())))) for a in actions))
+            Lane(
+                self.device,
+                stream,
+                tuple(Entry(a, tuple(dict.fromkeys(self.waits.get(a, ())))) for a in actions),
+            )
             for stream, actions in self.lanes.items()
             if actions
         ]
@@ -398,5 +415,7 @@ def _copies(rules: Rules, value: Value, device: int) -> list[Value]:
     """The copies that other devices of the same replica need, by device."""
     replica = (rules.forward_replica if value.kind == "Y" else rules.backward_replica)[value.microbatch]
     first = replica * rules.stages
-    copies = [Value(value.kind, value.pack, value.microbatch, device=d) for d in range(first, first + rules.stages)]
+    copies = [
+        Value(value.kind, value.pack, value.microbatch, device=d) for d in range(first, first + rules.stages)
+    ]
     return [copy for copy in copies if copy.device != device and rules.tensors_of(copy)]

@@ -85,14 +85,14 @@ def timeline_png(planned: Trace, measured: Trace, limit_bytes: Sequence[int]) ->
 
 
 def _iteration(trace: Trace) -> int:
-    """The recorded iteration whose compute takes the median time."""
+    """The recorded iteration whose compute takes most nearly the median time of all."""
     extent: dict[int, tuple[float, float]] = {}
     for span in trace.spans:
         if span.stream == "compute":
             first, last = extent.get(span.iteration, (span.start_seconds, span.end_seconds))
             extent[span.iteration] = min(first, span.start_seconds), max(last, span.end_seconds)
-    ordered = sorted(extent, key=lambda k: (extent[k][1] - extent[k][0], k))
-    return ordered[(len(ordered) - 1) // 2] if ordered else 0
+    typical = median(trace.iteration_seconds)
+    return min(extent, key=lambda k: (abs(extent[k][1] - extent[k][0] - typical), k), default=0)
 
 
 def _zero(trace: Trace) -> float:

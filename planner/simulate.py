@@ -72,7 +72,11 @@ class Timing:
             case Reduce(value):
                 owner = self.rules.backward_device(value.pack, self.rules.owner(value.pack))
                 device = self.rules.device_of(value)
-                return 0.0 if device == owner else self._peer_seconds(device, owner, self.rules.moved_bytes(action))
+                return (
+                    0.0
+                    if device == owner
+                    else self._peer_seconds(device, owner, self.rules.moved_bytes(action))
+                )
             case Update(pack):
                 return self.update_seconds(pack)
             case _:
@@ -167,7 +171,9 @@ def summarize(graph: Graph, lanes: Lanes) -> list[DeviceSummary]:
     moved = [{"h2d": 0, "d2h": 0, "send": 0} for _ in range(num_devices)]
     for lane in lanes:
         if lane.stream in ("h2d", "d2h", "send"):
-            moved[lane.device][lane.stream] += sum(graph.rules.moved_bytes(entry.action) for entry in lane.entries)
+            moved[lane.device][lane.stream] += sum(
+                graph.rules.moved_bytes(entry.action) for entry in lane.entries
+            )
     return [
         DeviceSummary(peak.nbytes, moved[d]["h2d"], moved[d]["d2h"], moved[d]["send"])
         for d, peak in enumerate(peaks(graph, num_devices))

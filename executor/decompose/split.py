@@ -272,7 +272,8 @@ class _Splitter:
             sizes=tuple(traced.expression(n.meta["val"]) for n in sizes),
             size_symbol=traced.symbol,
             stochastic=any(draws_random_numbers(n) for n in nodes),
-            batch_coupled=any(mixes_samples(n) for n in nodes),
+            # state that a forward changes ties it to its microbatches just as statistics over the batch do
+            batch_coupled=bool(mutated) or any(mixes_samples(n) for n in nodes),
             signature=self._signature(nodes, made, graph, ordered, buffers, needed, outputs),
         )
 

@@ -174,7 +174,14 @@ _COMPUTE = re.compile(rf"([FB]){_NUMBER}\.{_NUMBER}")
 _UPDATE = re.compile(rf"update:{_NUMBER}")
 _WHOLE = ("WF", "WB", "G", "K")
 _PIECES = ("I", "X", "Y", "S", "D", "A", "AF", "AB")
-_ON_VALUES: dict[str, type[SwapIn | SwapOut | Send | Receive | Reduce | Free]] = {"in": SwapIn, "out": SwapOut, "send": Send, "recv": Receive, "reduce": Reduce, "free": Free}
+_ON_VALUES: dict[str, type[SwapIn | SwapOut | Send | Receive | Reduce | Free]] = {
+    "in": SwapIn,
+    "out": SwapOut,
+    "send": Send,
+    "recv": Receive,
+    "reduce": Reduce,
+    "free": Free,
+}
 
 
 def parse_value(text: str) -> Value:
@@ -183,11 +190,15 @@ def parse_value(text: str) -> Value:
     if match is None:
         raise FormatError(f"{text!r} is no value; one looks like WF3, X3.0, G3/1 or Y3.0>1")
     kind, pack, microbatch, replica, device = match.groups()
-    value = Value(kind, int(pack), *(-1 if part is None else int(part) for part in (microbatch, replica, device)))
+    value = Value(
+        kind, int(pack), *(-1 if part is None else int(part) for part in (microbatch, replica, device))
+    )
     if not (kind in _WHOLE and microbatch is None and device is None) and not (
         kind in _PIECES and microbatch is not None and replica is None and (device is None or kind in "YD")
     ):
-        raise FormatError(f"{text!r} is no value; {', '.join(_WHOLE)} have a pack, {', '.join(_PIECES)} a pack and microbatch")
+        raise FormatError(
+            f"{text!r} is no value; {', '.join(_WHOLE)} have a pack, {', '.join(_PIECES)} a pack and microbatch"
+        )
     return value
 
 
@@ -205,7 +216,9 @@ def parse_action(text: str) -> Action:
     verb, colon, rest = text.partition(":")
     if colon and verb in _ON_VALUES:
         return _ON_VALUES[verb](parse_value(rest))
-    raise FormatError(f"{text!r} is no action; one looks like F3.0, B3.0, in:WF3, send:Y3.0>1, update:3 or free:WF3")
+    raise FormatError(
+        f"{text!r} is no action; one looks like F3.0, B3.0, in:WF3, send:Y3.0>1, update:3 or free:WF3"
+    )
 
 
 def parse_entry(text: str) -> Entry:
@@ -220,7 +233,9 @@ def _parse_wait(text: str) -> Wait:
     name, at, ago = text.partition("@-")
     free = parse_action(name)
     if not isinstance(free, Free) or (at and ago != "1"):
-        raise FormatError(f"{text!r} is nothing to wait for; name a free, of this iteration or with @-1 of the one before")
+        raise FormatError(
+            f"{text!r} is nothing to wait for; name a free, of this iteration or with @-1 of the one before"
+        )
     return Wait(free, 1 if at else 0)
 
 

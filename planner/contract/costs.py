@@ -46,7 +46,9 @@ class _AtSize:
         forward_seconds, backward_seconds = [], []
         self.forward_rest: list[int] = []  # peak - W - B
         self.saved: list[int] = []
-        self.backward_rest: list[int] = []  # peak - W - B - dW - saved, or the whole rest where saved is unknown
+        self.backward_rest: list[
+            int
+        ] = []  # peak - W - B - dW - saved, or the whole rest where saved is unknown
         for i, layer in enumerate(profile.layers):
             held = layer.weight_bytes + layer.buffer_bytes
             lo, hi, share = bracket(layer.forward, size, f"$.layers[{i}].forward")
@@ -80,8 +82,12 @@ class Costs:
         self.tensors = tensors_of(profile)
         self._batch = tuple(t for t in self.tensors if t.src == BATCH)
         self._made = tuple(t for t in self.tensors if t.src != BATCH)
-        self.is_chain = [(t.src, t.consumers) for t in self._made] == [(i, (i + 1,)) for i in range(self.num_layers - 1)]
-        self.saved_is_known = all(c.saved_bytes is not None for layer in profile.layers for c in layer.backward)
+        self.is_chain = [(t.src, t.consumers) for t in self._made] == [
+            (i, (i + 1,)) for i in range(self.num_layers - 1)
+        ]
+        self.saved_is_known = all(
+            c.saved_bytes is not None for layer in profile.layers for c in layer.backward
+        )
         layers = profile.layers
         self._weights = _prefix([layer.weight_bytes + layer.buffer_bytes for layer in layers])
         self._gradients = _prefix([layer.gradient_bytes for layer in layers])
@@ -147,7 +153,14 @@ class Costs:
             *(
                 at.forward_rest[i]
                 - self._exchanged(i, first, last, size, 1)
-                + nbytes((t for t in self._made if first <= t.src < i < t.consumers[-1] <= last and i not in t.consumers), size)
+                + nbytes(
+                    (
+                        t
+                        for t in self._made
+                        if first <= t.src < i < t.consumers[-1] <= last and i not in t.consumers
+                    ),
+                    size,
+                )
                 for i in range(first, last + 1)
             ),
         )
@@ -158,20 +171,32 @@ class Costs:
         if not self.saved_is_known:
             total = at.backward_rest_sum[last + 1] - at.backward_rest_sum[first]
             inner = nbytes(
-                (t for i in range(first, last) for t in self._made_by(i) for c in t.consumers if c <= last), size
+                (t for i in range(first, last) for t in self._made_by(i) for c in t.consumers if c <= last),
+                size,
             )
-            return max(0, total - inner - sum(self._exchanged(i, first, last, size, 2) for i in {first, last}))
+            return max(
+                0, total - inner - sum(self._exchanged(i, first, last, size, 2) for i in {first, last})
+            )
         saved = at.saved_sum[last + 1] - at.saved_sum[first]
         if self.is_chain:
             ends = [first, last] if first < last else [first]
             inner = at.largest_backward_rest(first + 1, last - 1) if last - first > 1 else 0
-            return saved + max(inner, 0, *(at.backward_rest[i] - self._exchanged(i, first, last, size, 2) for i in ends))
+            return saved + max(
+                inner, 0, *(at.backward_rest[i] - self._exchanged(i, first, last, size, 2) for i in ends)
+            )
         return saved + max(
             0,
             *(
                 at.backward_rest[i]
                 - self._exchanged(i, first, last, size, 2)
-                + nbytes((t for t in self._made if t.differentiable and first <= t.src < i < t.consumers[-1] <= last), size)
+                + nbytes(
+                    (
+                        t
+                        for t in self._made
+                        if t.differentiable and first <= t.src < i < t.consumers[-1] <= last
+                    ),
+                    size,
+                )
                 for i in range(first, last + 1)
             ),
         )
@@ -190,4 +215,8 @@ class Costs:
         if direction == 1:
             return nbytes(given, size) + nbytes(handed, size)
         gradients = [t for t in given if t.differentiable and t.src != BATCH]
-        return nbytes(given, size) + nbytes(gradients, size) + nbytes((t for t in handed if t.differentiable), size)
+        return (
+            nbytes(given, size)
+            + nbytes(gradients, size)
+            + nbytes((t for t in handed if t.differentiable), size)
+        )

@@ -72,9 +72,13 @@ def check(hardware: Hardware) -> None:
         raise FormatError("$.devices: a server needs at least one device, this one has 0")
     for i, device in enumerate(hardware.devices):
         if not 0 <= device.host_link < len(hardware.host_links):
-            raise FormatError(f"$.devices[{i}].host_link: {device.host_link}; there are {len(hardware.host_links)} links")
+            raise FormatError(
+                f"$.devices[{i}].host_link: {device.host_link}; there are {len(hardware.host_links)} links"
+            )
         if device.reserved_bytes < 0:
-            raise FormatError(f"$.devices[{i}].reserved_bytes: {device.reserved_bytes}; sizes are never negative")
+            raise FormatError(
+                f"$.devices[{i}].reserved_bytes: {device.reserved_bytes}; sizes are never negative"
+            )
         if budget_bytes(device) <= 0:
             raise FormatError(
                 f"$.devices[{i}]: {device.memory_bytes} bytes of which {device.reserved_bytes} reserved leave nothing"
@@ -86,13 +90,21 @@ def check(hardware: Hardware) -> None:
             if not 0 < rate < float("inf"):
                 raise FormatError(f"$.host_links[{i}]: {rate} bytes per second; a rate is finite and above 0")
         if not 0 <= link.latency_seconds < float("inf"):
-            raise FormatError(f"$.host_links[{i}].latency_seconds: {link.latency_seconds}; a latency is 0 or more")
+            raise FormatError(
+                f"$.host_links[{i}].latency_seconds: {link.latency_seconds}; a latency is 0 or more"
+            )
     peers = hardware.peer_bytes_per_second
     count = len(hardware.devices)
     if isinstance(peers, tuple) and (len(peers) != count or any(len(row) != count for row in peers)):
         raise FormatError(f"$.peer_bytes_per_second: the matrix must be {count} x {count}, one row a device")
-    rates = [peers] if isinstance(peers, float) else [r for i, row in enumerate(peers or ()) for j, r in enumerate(row) if i != j]
+    rates = (
+        [peers]
+        if isinstance(peers, float)
+        else [r for i, row in enumerate(peers or ()) for j, r in enumerate(row) if i != j]
+    )
     if not all(0 < rate < float("inf") for rate in rates):
-        raise FormatError("$.peer_bytes_per_second: a rate is finite and above 0; null means through the host")
+        raise FormatError(
+            "$.peer_bytes_per_second: a rate is finite and above 0; null means through the host"
+        )
     if hardware.host.update_workers < 1 or hardware.host.memory_bytes <= 0:
         raise FormatError("$.host: memory_bytes and update_workers must be at least 1")

@@ -38,8 +38,12 @@ class _LaneBytes:
         rules = graph.rules
         first, self.length = graph.first_of[lane], len(graph.lanes[lane].entries)
         nodes = range(first, first + self.length)
-        self.made = list(accumulate((sum(map(rules.nbytes, graph.effects[n].makes)) for n in nodes), initial=0))
-        self.freed = list(accumulate((sum(map(rules.nbytes, graph.effects[n].frees)) for n in nodes), initial=0))
+        self.made = list(
+            accumulate((sum(map(rules.nbytes, graph.effects[n].makes)) for n in nodes), initial=0)
+        )
+        self.freed = list(
+            accumulate((sum(map(rules.nbytes, graph.effects[n].frees)) for n in nodes), initial=0)
+        )
         self.workspace = [rules.workspace(graph.actions[n]) for n in nodes]
 
     def made_before(self, index: int) -> int:

@@ -45,7 +45,9 @@ class Graph:
                 self.lane_of.append(index)
                 self.position_of.append(position)
                 if entry.action in self.node_of:
-                    raise VerifyError(f"{self.where(node)}: occurs twice, before at {self.where(self.node_of[entry.action])}")
+                    raise VerifyError(
+                        f"{self.where(node)}: occurs twice, before at {self.where(self.node_of[entry.action])}"
+                    )
                 self.node_of[entry.action] = node
         self.effects = [self._effects(node) for node in range(len(self.actions))]
         self.writers: dict[Cell, list[int]] = {}
@@ -74,7 +76,9 @@ class Graph:
         try:
             return self.rules.effects(self.actions[node])
         except (LookupError, ValueError):
-            raise VerifyError(f"{self.where(node)}: no such pack, microbatch or replica in the configuration") from None
+            raise VerifyError(
+                f"{self.where(node)}: no such pack, microbatch or replica in the configuration"
+            ) from None
 
     def _waits(self, node: int) -> list[tuple[int, int]]:
         effects = self.effects[node]

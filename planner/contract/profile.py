@@ -192,7 +192,9 @@ def check(profile: Profile) -> None:
         _check_costs(layer.backward, f"$.layers[{i}].backward")
         for name in ("weight_bytes", "gradient_bytes", "buffer_bytes", "optimizer_state_bytes"):
             if getattr(layer, name) < 0:
-                raise FormatError(f"$.layers[{i}].{name}: {getattr(layer, name)} bytes; sizes are never negative")
+                raise FormatError(
+                    f"$.layers[{i}].{name}: {getattr(layer, name)} bytes; sizes are never negative"
+                )
         for name in ("host_seconds", "device_seconds"):
             seconds = getattr(layer.update, name)
             if seconds is not None and not 0 <= seconds < float("inf"):
@@ -206,12 +208,16 @@ def check(profile: Profile) -> None:
         if edge.bytes_per_sample < 0 or edge.bytes_fixed < 0:
             raise FormatError(f"$.edges[{i}]: {edge.bytes_per_sample} bytes; sizes are never negative")
     if profile.target_bytes_per_sample < 0:
-        raise FormatError(f"$.target_bytes_per_sample: {profile.target_bytes_per_sample}; sizes are never negative")
+        raise FormatError(
+            f"$.target_bytes_per_sample: {profile.target_bytes_per_sample}; sizes are never negative"
+        )
     for i, tie in enumerate(profile.ties):
         if tie.weight_bytes < 0:
             raise FormatError(f"$.ties[{i}].weight_bytes: {tie.weight_bytes}; sizes are never negative")
         if len(tie.layers) < 2 or not all(0 <= layer < len(profile.layers) for layer in tie.layers):
-            raise FormatError(f"$.ties[{i}].layers: {list(tie.layers)}; a tie names two or more layers of the profile")
+            raise FormatError(
+                f"$.ties[{i}].layers: {list(tie.layers)}; a tie names two or more layers of the profile"
+            )
 
 
 def _check_costs(costs: Sequence[ForwardCost | BackwardCost], where: str) -> None:
@@ -220,13 +226,19 @@ def _check_costs(costs: Sequence[ForwardCost | BackwardCost], where: str) -> Non
     last = 0
     for i, cost in enumerate(costs):
         if cost.microbatch_size <= last:
-            raise FormatError(f"{where}[{i}].microbatch_size: {cost.microbatch_size} after {last}; sizes must grow")
+            raise FormatError(
+                f"{where}[{i}].microbatch_size: {cost.microbatch_size} after {last}; sizes must grow"
+            )
         if not 0 < cost.seconds < float("inf"):
-            raise FormatError(f"{where}[{i}].seconds: {cost.seconds}; a time is finite and above 0, measure it again")
+            raise FormatError(
+                f"{where}[{i}].seconds: {cost.seconds}; a time is finite and above 0, measure it again"
+            )
         if not 0 <= cost.spread_seconds < float("inf"):
             raise FormatError(f"{where}[{i}].spread_seconds: {cost.spread_seconds}; a spread is 0 or more")
         if cost.peak_bytes < 0:
             raise FormatError(f"{where}[{i}].peak_bytes: {cost.peak_bytes}; sizes are never negative")
         if isinstance(cost, BackwardCost) and cost.saved_bytes is not None and cost.saved_bytes < 0:
-            raise FormatError(f"{where}[{i}].saved_bytes: {cost.saved_bytes}; sizes are never negative, null is unknown")
+            raise FormatError(
+                f"{where}[{i}].saved_bytes: {cost.saved_bytes}; sizes are never negative, null is unknown"
+            )
         last = cost.microbatch_size

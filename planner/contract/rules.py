@@ -4,8 +4,9 @@ In: a profile (its sizes and edges; times are not looked at) and a configuration
 simulator, the lowering and the executor all ask these rules; precedence.py derives the order from them.
 
 A cell is a place that holds bytes: ("gpu", value), ("host", value), ("link", value) for bytes under way,
-("buffers", value) for statistics on the host. Persistent cells (weights and states on the host, resident
-weights) are read before they are written in an iteration; all others are written first.
+("statistics", value) and ("buffers", value) for BatchNorm's on the device and on the host. Persistent cells
+(weights and states on the host, resident weights) are read before they are written in an iteration; all
+others are written first.
 """
 
 from __future__ import annotations
@@ -66,9 +67,13 @@ class Rules:
         self.backward_samples = configuration.microbatches.backward
         self.forward_replica = self._replica_of(self.forward_samples)
         self.backward_replica = self._replica_of(self.backward_samples)
-        self._backward_pack_of = [b for b, pack in enumerate(self.backward_packs) for _ in range(pack.first, pack.last + 1)]
+        self._backward_pack_of = [
+            b for b, pack in enumerate(self.backward_packs) for _ in range(pack.first, pack.last + 1)
+        ]
         # the fused pack's layers belong to forward pack len(forward_packs)
-        self._forward_pack_of = [p for p, pack in enumerate(self.forward_packs) for _ in range(pack.first, pack.last + 1)]
+        self._forward_pack_of = [
+            p for p, pack in enumerate(self.forward_packs) for _ in range(pack.first, pack.last + 1)
+        ]
         fused = self.backward_packs[self.fused]
         self._forward_pack_of += [len(self.forward_packs)] * (fused.last - fused.first + 1)
         self._stashed = self._find_stashed()
@@ -83,7 +88,9 @@ class Rules:
     # ---- microbatches, replicas, devices
 
     def _replica_of(self, ranges: tuple[Samples, ...]) -> list[int]:
-        return [next(r for r, samples in enumerate(self.replicas) if _overlap(samples, item)) for item in ranges]
+        return [
+            next(r for r, samples in enumerate(self.replicas) if _overlap(samples, item)) for item in ranges
+        ]
 
     def replica_tag(self, replica: int) -> int:
         """What a value of weights carries: the replica where there are several, else nothing."""
@@ -168,10 +175,16 @@ class Rules:
         kind, replica = value.kind, 0
         if value.device >= 0:
             replica = (self.forward_replica if kind == "Y" else self.backward_replica)[value.microbatch]
-        is_stashed = kind == "X" and value.pack != self.fused and self.activations(value.pack, value.microbatch) == "recompute"
+        is_stashed = (
+            kind == "X"
+            and value.pack != self.fused
+            and self.activations(value.pack, value.microbatch) == "recompute"
+        )
         return self._tensors(kind, value.pack, value.device, replica, is_stashed)
 
-    def _find_tensors(self, kind: str, pack: int, device: int, replica: int, is_stashed: bool) -> tuple[Tensor, ...]:
+    def _find_tensors(
+        self, kind: str, pack: int, device: int, replica: int, is_stashed: bool
+    ) -> tuple[Tensor, ...]:
         """The same, by what it depends on: all microbatches of a replica have the same tensors."""
         if kind == "I":
             return tuple(t for t in self.costs.entering(*self._layers(pack)) if t.src == BATCH)
@@ -180,11 +193,15 @@ class Rules:
             if device < 0:
                 return made
             return tuple(
-                t for t in made if any(self.forward_device(self._forward_pack_of[c], replica) == device for c in t.consumers)
+                t
+                for t in made
+                if any(self.forward_device(self._forward_pack_of[c], replica) == device for c in t.consumers)
             )
         if kind == "S":
             first, last = self._layers(pack)
-            return tuple(t for t in self.stashed_tensors(pack) if first <= t.src <= last and t.consumers[-1] <= last)
+            return tuple(
+                t for t in self.stashed_tensors(pack) if first <= t.src <= last and t.consumers[-1] <= last
+            )
         backward = self.backward_packs[pack]
         given = self.costs.entering(backward.first, backward.last)
         if kind == "X":
@@ -193,7 +210,9 @@ class Rules:
             gradients = tuple(t for t in given if t.differentiable)
             if device < 0:
                 return gradients
-            return tuple(t for t in gradients if self.backward_device(self._backward_pack_of[t.src], replica) == device)
+            return tuple(
+                t for t in gradients if self.backward_device(self._backward_pack_of[t.src], replica) == device
+            )
         raise VerifyError(f"{kind}{pack} has no tensors of its own")
 
     def _find_stashed_tensors(self, pack: int) -> tuple[Tensor, ...]:
@@ -264,21 +283,43 @@ class Rules:
 
     def _forward_sources(self, pack: int) -> tuple[int, ...]:
         """The forward packs whose outputs a forward pack (or the fused one) takes."""
-        return tuple(sorted({self._forward_pack_of[t.src] for t in self.costs.entering(*self._layers(pack)) if t.src != BATCH}))
+        return tuple(
+            sorted(
+                {
+                    self._forward_pack_of[t.src]
+                    for t in self.costs.entering(*self._layers(pack))
+                    if t.src != BATCH
+                }
+            )
+        )
 
     def _gradient_sources(self, pack: int) -> tuple[int, ...]:
         """The later backward packs that hand a gradient to a backward pack."""
         backward = self.backward_packs[pack]
         made = self.costs.leaving(backward.first, backward.last)
         return tuple(
-            sorted({self._backward_pack_of[c] for t in made if t.differentiable for c in t.consumers if c > backward.last})
+            sorted(
+                {
+                    self._backward_pack_of[c]
+                    for t in made
+                    if t.differentiable
+                    for c in t.consumers
+                    if c > backward.last
+                }
+            )
         )
 
     def _stash_of(self, pack: int) -> tuple[int, ...]:
         """The forward packs whose stash a backward pack recomputes from."""
         backward = self.backward_packs[pack]
         return tuple(
-            sorted({self._forward_pack_of[t.src] for t in self.costs.entering(backward.first, backward.last) if t.src != BATCH})
+            sorted(
+                {
+                    self._forward_pack_of[t.src]
+                    for t in self.costs.entering(backward.first, backward.last)
+                    if t.src != BATCH
+                }
+            )
         )
 
     def has_weights(self, pack: BackwardPack | ForwardPack) -> bool:
@@ -313,7 +354,11 @@ class Rules:
         if backward.weights != "hold":
             return (Value("WB", pack, replica=tag),)
         packs = sorted(set(self._forward_pack_of[backward.first : backward.last + 1]))
-        return tuple(Value("WF", p, replica=tag) for p in packs if p < len(self.forward_packs) and self.has_weights(self.forward_packs[p]))
+        return tuple(
+            Value("WF", p, replica=tag)
+            for p in packs
+            if p < len(self.forward_packs) and self.has_weights(self.forward_packs[p])
+        )
 
     def is_persistent(self, cell: Cell) -> bool:
         """Whether a cell lives on from iteration to iteration: read first, written later."""
@@ -369,12 +414,20 @@ class Rules:
         batch = Value("I", pack, microbatch)
         if self.tensors_of(batch):
             reads.append(("gpu", batch))
-        reads += [("gpu", self._copy("Y", p, microbatch, self.forward_device(p, replica), device)) for p in self.forward_sources(pack)]
-        makes = [v for v in (Value("Y", pack, microbatch), Value("S", pack, microbatch)) if self.tensors_of(v)]
+        reads += [
+            ("gpu", self._copy("Y", p, microbatch, self.forward_device(p, replica), device))
+            for p in self.forward_sources(pack)
+        ]
+        makes = [
+            v for v in (Value("Y", pack, microbatch), Value("S", pack, microbatch)) if self.tensors_of(v)
+        ]
         saved = self._saved_by(pack, microbatch)
         if saved is not None:
             makes.append(saved)
-        return Effects(reads=tuple(reads), writes=tuple(("gpu", v) for v in makes), makes=tuple(makes))
+        writes: list[Cell] = [("gpu", v) for v in makes]
+        if self.costs.mutated_buffer_bytes(*self._layers(pack)):
+            writes += [("statistics", w) for w in self.forward_weights(pack, replica)]
+        return Effects(reads=tuple(reads), writes=tuple(writes), makes=tuple(makes))
 
     def _saved_by(self, pack: int, microbatch: int) -> Value | None:
         """What a forward saves for a backward that does not recompute."""
@@ -405,7 +458,9 @@ class Rules:
         elif pack == self.fused:
             for p in self.forward_sources(len(self.forward_packs)):
                 source = self.forward_device(p, replica)
-                reads += [("gpu", self._copy("Y", p, j, source, device)) for j in self.intersecting(microbatch)]
+                reads += [
+                    ("gpu", self._copy("Y", p, j, source, device)) for j in self.intersecting(microbatch)
+                ]
         for b in self.gradient_sources(pack):
             reads.append(("gpu", self._copy("D", b, microbatch, self.backward_device(b, replica), device)))
         makes, writes = [], []
@@ -417,8 +472,15 @@ class Rules:
             writes.append(gradients)
             if microbatch == self.backward_replica.index(replica):
                 makes.append(gradients)
-        cells = tuple(("gpu", v) for v in dict.fromkeys([*makes, *writes]))
-        return Effects(reads=tuple(reads), writes=cells, makes=tuple(makes))
+        cells: list[Cell] = [("gpu", v) for v in dict.fromkeys([*makes, *writes])]
+        if self._changes_statistics(pack):
+            cells += [("statistics", w) for w in self.backward_weights(pack, replica)]
+        return Effects(reads=tuple(reads), writes=tuple(cells), makes=tuple(makes))
+
+    def _changes_statistics(self, pack: int) -> bool:
+        """Whether a backward pack runs the forward that updates BatchNorm's statistics: only the fused one does."""
+        layers = self.backward_packs[pack]
+        return pack == self.fused and self.costs.mutated_buffer_bytes(layers.first, layers.last) > 0
 
     def _swap_in_reads(self, value: Value) -> tuple[Cell, ...]:
         match value.kind:
@@ -430,9 +492,8 @@ class Rules:
                     cells.append(("buffers", Value("WF", value.pack)))
                 return tuple(cells)
             case "WB":
-                backward = self.backward_packs[value.pack]
                 cells = [("host", Value("WB", value.pack))] if self.is_trained(value.pack) else []
-                if value.pack == self.fused and self.costs.mutated_buffer_bytes(backward.first, backward.last):
+                if self._changes_statistics(value.pack):
                     cells.append(("buffers", Value("WB", value.pack)))
                 return tuple(cells)
             case "K":
@@ -441,7 +502,9 @@ class Rules:
                 if value.pack == self.fused or self.activations(value.pack, value.microbatch) != "recompute":
                     return ()
                 overlapping = self.intersecting(value.microbatch)
-                return tuple(("host", Value("S", p, j)) for p in self.stash_of(value.pack) for j in overlapping)
+                return tuple(
+                    ("host", Value("S", p, j)) for p in self.stash_of(value.pack) for j in overlapping
+                )
             case "AB":
                 return (("host", Value("AF", value.pack, value.microbatch)),)
             case _:
@@ -450,18 +513,22 @@ class Rules:
     def _swap_out_effects(self, value: Value) -> Effects:
         match value.kind:
             case "WF":
-                return Effects(reads=(("gpu", value),), writes=(("buffers", Value("WF", value.pack)),))
+                changed: tuple[Cell, ...] = (("gpu", value), ("statistics", value))
+                return Effects(reads=changed, writes=(("buffers", Value("WF", value.pack)),))
             case "WB":
+                backward = self.backward_packs[value.pack]
+                reads: list[Cell] = [("gpu", value)]
                 writes: list[Cell] = []
-                if self.backward_packs[value.pack].update == "device":
+                if backward.update == "device":
                     writes.append(("host", Value("WB", value.pack)))
-                if value.pack == self.fused:
+                if self._changes_statistics(value.pack):
+                    reads.append(("statistics", value))
                     writes.append(("buffers", Value("WB", value.pack)))
-                return Effects(reads=(("gpu", value),), writes=tuple(writes))
+                return Effects(reads=tuple(reads), writes=tuple(writes))
             case "S":
                 makes = (Value("Y", value.pack, value.microbatch), value)
-                reads = tuple(("gpu", v) for v in makes if self.tensors_of(v))
-                return Effects(reads=reads, writes=(("host", value),))
+                given = tuple(("gpu", v) for v in makes if self.tensors_of(v))
+                return Effects(reads=given, writes=(("host", value),))
             case "G":
                 return Effects(reads=(("gpu", value),), writes=(("host", Value("G", value.pack)),))
             case _:
@@ -479,7 +546,10 @@ class Rules:
         agreed: tuple[Cell, ...] = (("host", _AGREED),) if self.configuration.agree else ()
         if backward.update == "device":
             gradients = Value("G", pack, replica=self.replica_tag(self.owner(pack)))
-            cells: tuple[Cell, ...] = (("gpu", Value("WB", pack, replica=gradients.replica)), ("gpu", Value("K", pack)))
+            cells: tuple[Cell, ...] = (
+                ("gpu", Value("WB", pack, replica=gradients.replica)),
+                ("gpu", Value("K", pack)),
+            )
             return Effects(reads=(("gpu", gradients), *cells, *agreed), writes=cells)
         uses = self.tied_uses(pack)
         gradients_of = tuple(("host", Value("G", b)) for b in uses)
@@ -500,13 +570,21 @@ class Rules:
     def host_bytes(self) -> int:
         """Host memory of the run: weights, gradients, states, two batches, stashes and offloaded activations."""
         last, minibatch = self.costs.num_layers - 1, self.configuration.minibatch
-        total = self.costs.weight_bytes(0, last) + self.costs.gradient_bytes(0, last) + self.costs.state_bytes(0, last)
+        total = (
+            self.costs.weight_bytes(0, last)
+            + self.costs.gradient_bytes(0, last)
+            + self.costs.state_bytes(0, last)
+        )
         microbatches = len(self.forward_samples)
         for i, t in enumerate(self.costs.tensors):
             copies = 2 if t.src == BATCH else int(i in self._stashed)
             total += copies * (t.bytes_per_sample * minibatch + t.bytes_fixed * microbatches)
         for b, pack in enumerate(self.backward_packs):
-            total += sum(self.nbytes(Value("AF", b, i)) for i, choice in enumerate(pack.activations) if choice == "offload")
+            total += sum(
+                self.nbytes(Value("AF", b, i))
+                for i, choice in enumerate(pack.activations)
+                if choice == "offload"
+            )
         return total
 
 

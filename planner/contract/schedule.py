@@ -131,16 +131,22 @@ def parse_program(streams: tuple[Stream, ...]) -> Lanes:
     seen: set[tuple[int, str]] = set()
     for i, stream in enumerate(streams):
         if stream.stream not in STREAMS or stream.device < 0:
-            raise FormatError(f"$.programs.train[{i}]: no stream gpu{stream.device}/{stream.stream}; use {', '.join(STREAMS)}")
+            raise FormatError(
+                f"$.programs.train[{i}]: no stream gpu{stream.device}/{stream.stream}; use {', '.join(STREAMS)}"
+            )
         if (stream.device, stream.stream) in seen:
-            raise FormatError(f"$.programs.train[{i}]: gpu{stream.device}/{stream.stream} occurs twice; a stream is one list")
+            raise FormatError(
+                f"$.programs.train[{i}]: gpu{stream.device}/{stream.stream} occurs twice; a stream is one list"
+            )
         seen.add((stream.device, stream.stream))
     return tuple(parse_lane(stream.device, stream.stream, stream.actions) for stream in streams)
 
 
 def print_program(lanes: Lanes) -> tuple[Stream, ...]:
     """The texts of lanes; the inverse of parse_program."""
-    return tuple(Stream(lane.device, lane.stream, tuple(map(str, lane.entries))) for lane in lanes if lane.entries)
+    return tuple(
+        Stream(lane.device, lane.stream, tuple(map(str, lane.entries))) for lane in lanes if lane.entries
+    )
 
 
 def replica_samples(configuration: Configuration) -> tuple[Samples, ...]:
@@ -164,7 +170,9 @@ def _check_configuration(configuration: Configuration, available: int) -> None:
     if not 1 <= configuration.num_devices <= available:
         raise FormatError(f"{where}.num_devices: {configuration.num_devices}, the hardware has {available}")
     if configuration.num_devices % len(replicas):
-        raise FormatError(f"{where}.replicas: {len(replicas)} do not divide {configuration.num_devices} devices")
+        raise FormatError(
+            f"{where}.replicas: {len(replicas)} do not divide {configuration.num_devices} devices"
+        )
     stages = configuration.num_devices // len(replicas)
     _check_ranges(replicas, configuration.minibatch, f"{where}.replicas")
     cuts = {first for first, _ in replicas}
@@ -172,7 +180,9 @@ def _check_configuration(configuration: Configuration, available: int) -> None:
         ranges: tuple[Samples, ...] = getattr(configuration.microbatches, name)
         _check_ranges(ranges, configuration.minibatch, f"{where}.microbatches.{name}")
         if not cuts <= {first for first, _ in ranges}:
-            raise FormatError(f"{where}.microbatches.{name}: a microbatch spans two replicas; cut it at {sorted(cuts)}")
+            raise FormatError(
+                f"{where}.microbatches.{name}: a microbatch spans two replicas; cut it at {sorted(cuts)}"
+            )
     if not configuration.backward_packs:
         raise FormatError(f"{where}.backward_packs: none; there is at least one")
     end = configuration.backward_packs[-1].first
@@ -190,7 +200,9 @@ def _check_ranges(ranges: tuple[Samples, ...], minibatch: int, where: str) -> No
     expected = 0
     for i, (first, end) in enumerate(ranges):
         if first != expected or end <= first:
-            raise FormatError(f"{where}[{i}]: samples [{first}, {end}), expected a range that starts at {expected}")
+            raise FormatError(
+                f"{where}[{i}]: samples [{first}, {end}), expected a range that starts at {expected}"
+            )
         expected = end
     if expected != minibatch:
         raise FormatError(f"{where}: covers {expected} of {minibatch} samples")
@@ -202,9 +214,13 @@ def _check_packs(
     expected = 0
     for p, pack in enumerate(packs):
         if pack.first != expected or pack.last < pack.first:
-            raise FormatError(f"{where}[{p}]: layers {pack.first} to {pack.last}, expected a pack that starts at {expected}")
+            raise FormatError(
+                f"{where}[{p}]: layers {pack.first} to {pack.last}, expected a pack that starts at {expected}"
+            )
         if not 0 <= pack.device < stages:
             raise FormatError(f"{where}[{p}].device: {pack.device}, a pipeline has {stages} devices")
         expected = pack.last + 1
     if end is not None and expected != end:
-        raise FormatError(f"{where}: covers {expected} layers, the forward packs end where the fused pack starts, at {end}")
+        raise FormatError(
+            f"{where}: covers {expected} layers, the forward packs end where the fused pack starts, at {end}"
+        )

@@ -83,9 +83,18 @@ def to_chrome(trace: Trace) -> TraceFile:
     """Spans become complete events (one process a device, one thread a stream), memory becomes counters."""
     events: list[dict[str, Any]] = []
     for device in range(len(trace.devices)):
-        events.append({"ph": "M", "name": "process_name", "pid": device, "args": {"name": f"gpu{device} {trace.origin}"}})
+        events.append(
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": device,
+                "args": {"name": f"gpu{device} {trace.origin}"},
+            }
+        )
         for tid, stream in enumerate(STREAMS):
-            events.append({"ph": "M", "name": "thread_name", "pid": device, "tid": tid, "args": {"name": stream}})
+            events.append(
+                {"ph": "M", "name": "thread_name", "pid": device, "tid": tid, "args": {"name": stream}}
+            )
     for span in trace.spans:
         events.append(
             {
@@ -100,7 +109,9 @@ def to_chrome(trace: Trace) -> TraceFile:
         )
     for sample in trace.memory:
         args = {"bytes": sample.allocated_bytes}
-        events.append({"ph": "C", "name": "allocated", "pid": sample.device, "ts": sample.seconds * 1e6, "args": args})
+        events.append(
+            {"ph": "C", "name": "allocated", "pid": sample.device, "ts": sample.seconds * 1e6, "args": args}
+        )
     return TraceFile(events, msgspec.structs.replace(trace, spans=(), memory=()))
 
 
@@ -128,7 +139,16 @@ def from_chrome(file: TraceFile) -> Trace:
 def _span(event: dict[str, Any]) -> Span:
     args, seconds = event["args"], event["ts"] / 1e6
     end = seconds + event["dur"] / 1e6
-    return Span(event["name"], event["pid"], _STREAM_OF[event["tid"]], seconds, end, args["bytes"], args["iteration"], args["overrun"])
+    return Span(
+        event["name"],
+        event["pid"],
+        _STREAM_OF[event["tid"]],
+        seconds,
+        end,
+        args["bytes"],
+        args["iteration"],
+        args["overrun"],
+    )
 
 
 def _check_event(event: dict[str, Any], num_devices: int) -> None:

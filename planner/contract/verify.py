@@ -56,7 +56,9 @@ def check_belongs(schedule: Schedule, profile: Profile, hardware: Hardware) -> N
         raise FormatError(f"$.configuration.backward_packs: cover {covered} layers, the profile has {layers}")
     needed, present = schedule.configuration.num_devices, len(hardware.devices)
     if needed > present:
-        raise FormatError(f"the schedule uses {needed} devices, the hardware has {present}; plan for this hardware")
+        raise FormatError(
+            f"the schedule uses {needed} devices, the hardware has {present}; plan for this hardware"
+        )
 
 
 def check_microbatches(rules: Rules) -> None:
@@ -80,7 +82,9 @@ def check_program(graph: Graph) -> None:
         try:
             device, stream = rules.place(action)
         except (LookupError, VerifyError):
-            raise VerifyError(f"{graph.where(node)}: no such pack, microbatch or replica in the configuration") from None
+            raise VerifyError(
+                f"{graph.where(node)}: no such pack, microbatch or replica in the configuration"
+            ) from None
         if device >= rules.configuration.num_devices:
             raise VerifyError(
                 f"{graph.where(node)}: on gpu{device}, the configuration has {rules.configuration.num_devices} devices"
@@ -138,14 +142,18 @@ def _check_values(graph: Graph) -> None:
         if len(makers) > 1 or value in residents:
             raise VerifyError(f"{graph.where(makers[-1])}: makes {value}, which is already there")
         if Free(value) not in graph.node_of:
-            raise VerifyError(f"{graph.where(makers[0])}: makes {value}, and no stream frees it; add free:{value}")
+            raise VerifyError(
+                f"{graph.where(makers[0])}: makes {value}, and no stream frees it; add free:{value}"
+            )
     for node, action in enumerate(graph.actions):
         for place, value in graph.effects[node].reads:
             if value in residents or (place, value) in graph.writers:
                 continue
             if rules.is_persistent((place, value)):
                 continue
-            raise VerifyError(f"{graph.where(node)}: needs {value} on the {place}, which no action puts there")
+            raise VerifyError(
+                f"{graph.where(node)}: needs {value} on the {place}, which no action puts there"
+            )
         if isinstance(action, Free) and action.value not in graph.makers:
             raise VerifyError(f"{graph.where(node)}: frees {action.value}, which no action makes")
 

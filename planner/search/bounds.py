@@ -52,7 +52,9 @@ class Bounds:
     def _device_rate(self, device: int, direction: str) -> float:
         spec = self._problem.hardware.devices[device]
         link = self._problem.hardware.host_links[spec.host_link]
-        users = sum(d.host_link == spec.host_link for d in self._problem.hardware.devices[: self._problem.num_devices])
+        users = sum(
+            d.host_link == spec.host_link for d in self._problem.hardware.devices[: self._problem.num_devices]
+        )
         rate = link.h2d_bytes_per_second if direction == "h2d" else link.d2h_bytes_per_second
         # a fair link gives its whole rate to the only one that is busy
         return rate / users if link.sharing == "static" else rate
@@ -84,13 +86,17 @@ class Bounds:
         start = self.fused_start(backward_size)
         if start > self._costs.num_layers - 1:
             return float("inf")
-        window = max(self._work(forward_size, backward_size, start), self._path(forward_size, backward_size, start))
+        window = max(
+            self._work(forward_size, backward_size, start), self._path(forward_size, backward_size, start)
+        )
         return max(window + self.tail_seconds(), self._link(start))
 
     def _work(self, forward_size: int, backward_size: int, start: int) -> float:
         costs, devices, last = self._costs, len(self._scales), self._costs.num_layers - 1
         forward, backward = self._counts(forward_size), self._counts(backward_size)
-        work = sum(n * (costs.forward_seconds(0, last, u) + costs.backward_seconds(0, last, u)) for u, n in backward)
+        work = sum(
+            n * (costs.forward_seconds(0, last, u) + costs.backward_seconds(0, last, u)) for u, n in backward
+        )
         if start > 0:
             work += sum(n * costs.forward_seconds(0, start - 1, u) for u, n in forward)
         idle = 0.0
@@ -99,7 +105,9 @@ class Bounds:
                 if j - 1 < start:
                     idle += costs.forward_seconds(0, j - 1, forward_size)
                 idle += min(costs.backward_seconds(0, j - 1, u) for u, _ in backward)
-        return (work + idle / max(self._scales)) / sum(self._scales) if devices > 1 else work / self._scales[0]
+        return (
+            (work + idle / max(self._scales)) / sum(self._scales) if devices > 1 else work / self._scales[0]
+        )
 
     def _counts(self, size: int) -> list[tuple[int, int]]:
         """(microbatch size, how many) of the minibatch."""

@@ -110,7 +110,11 @@ class PackModels:
             held = (costs.weight_bytes(first, end - 1) + costs.gradient_bytes(first, end - 1)) * slack
             given = nbytes(costs.entering(first, end - 1), size)
             gradients = nbytes((t for t in costs.leaving(first, end - 1) if t.differentiable), size)
-            waiting = 4 * given + 2 * gradients if rates.peer is not None else 2 * given + (count + 1) * max(given, gradients)
+            waiting = (
+                4 * given + 2 * gradients
+                if rates.peer is not None
+                else 2 * given + (count + 1) * max(given, gradients)
+            )
             return held + waiting + costs.backward_workspace(first, end - 1, size)
 
         return PackModel(np.maximum.reduce([seconds, *moved]), self._fit_end(needed), count)
@@ -130,7 +134,8 @@ class PackModels:
 def _differences(sums: Sequence[float]) -> Floats:
     """[first, end]: what lies in [first, end), from the running sums behind each layer."""
     prefix = np.concatenate([[0.0], np.asarray(sums, dtype=float)])
-    return np.maximum(prefix[None, :] - prefix[:-1, None], 0.0)
+    differences: Floats = prefix[None, :] - prefix[:-1, None]
+    return differences.clip(min=0.0)
 
 
 class Packing:
@@ -197,7 +202,12 @@ class Packing:
             smallest = np.searchsorted(ends, targets)
             total = seconds[start] + self.caps[smallest]
             if start == 0:
-                total = total + np.array([self._ramp(int(min(self.reach[k][0], end))) for k, end in zip(smallest, targets, strict=True)])
+                total = total + np.array(
+                    [
+                        self._ramp(int(min(self.reach[k][0], end)))
+                        for k, end in zip(smallest, targets, strict=True)
+                    ]
+                )
             better = total < seconds[targets]
             seconds[targets] = np.where(better, total, seconds[targets])
             came_from[targets] = np.where(better, start, came_from[targets])
@@ -253,7 +263,9 @@ class Fused:
             if packing.model.fit_end[start] < num_layers or fused > prefixes.cap_seconds:
                 break
             # lowest layer from which N - 1 packs reach the fused one, for each cap
-            below = np.array([reach[: start + 1].searchsorted(start) for reach in packing.partial_reach[: cap + 1]])
+            below = np.array(
+                [reach[: start + 1].searchsorted(start) for reach in packing.partial_reach[: cap + 1]]
+            )
             totals = np.maximum(caps, fused) + prefixes.seconds[below]
             best = int(np.argmin(totals))
             self.seconds[start], self._below[start] = totals[best], below[best]

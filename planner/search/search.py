@@ -41,7 +41,7 @@ from planner.contract.schedule import (
 from planner.contract.verify import check_memory
 from planner.lower import lower
 from planner.search.bounds import Bounds
-from planner.search.packing import Cuts, Fused, PackModels, Packing, Prefixes, Rates
+from planner.search.packing import Cuts, Fused, Packing, PackModels, Prefixes, Rates
 from planner.search.problem import Problem, Progress, Result, ranges
 from planner.simulate import Run, Timing, run, summarize
 
@@ -109,7 +109,9 @@ def plan(
 
 
 class _Search:
-    def __init__(self, problem: Problem, time_limit: float | None, report: Callable[[Progress], None]) -> None:
+    def __init__(
+        self, problem: Problem, time_limit: float | None, report: Callable[[Progress], None]
+    ) -> None:
         self.problem = problem
         self.report = report
         self.started = time.monotonic()
@@ -130,9 +132,17 @@ class _Search:
         for candidate in candidates:
             if nodes > NODE_BUDGET or self._is_late():
                 break
-            if self.best is not None and bounds[candidate.forward_size, candidate.backward_size] >= self.best.run.period_seconds:
+            if (
+                self.best is not None
+                and bounds[candidate.forward_size, candidate.backward_size] >= self.best.run.period_seconds
+            ):
                 continue
-            key = candidate.forward_size, candidate.backward_size, candidate.forward_cuts, candidate.backward_cuts
+            key = (
+                candidate.forward_size,
+                candidate.backward_size,
+                candidate.forward_cuts,
+                candidate.backward_cuts,
+            )
             if key in seen:
                 continue
             seen.add(key)
@@ -142,7 +152,9 @@ class _Search:
             self.report(Progress(simulated, len(candidates), best_seconds))
         elapsed = time.monotonic() - self.started
         if self.best is None:
-            return Result("infeasible", None, float("inf"), lower_bound, self._explain_infeasible(), elapsed, simulated)
+            return Result(
+                "infeasible", None, float("inf"), lower_bound, self._explain_infeasible(), elapsed, simulated
+            )
         schedule = make_schedule(self.problem, self.best, lower_bound)
         seconds = schedule.predicted.iteration_seconds
         return Result("found", schedule, seconds, lower_bound, "", elapsed, simulated, what_limits(self.best))
@@ -158,7 +170,8 @@ class _Search:
         for slack in (2, 1):
             forward = {u: self._prefixes(u, slack, True) for u in sorted({f for f, _ in pairs})}
             backward = {
-                u: [Fused(prefixes) for prefixes in self._prefixes(u, slack, False)] for u in sorted({b for _, b in pairs})
+                u: [Fused(prefixes) for prefixes in self._prefixes(u, slack, False)]
+                for u in sorted({b for _, b in pairs})
             }
             for f, b in pairs:
                 found += self._joined(f, b, forward[f], backward[b])
@@ -183,9 +196,13 @@ class _Search:
         nothing = np.full(self.problem.costs.num_layers + 1, np.inf)
         nothing[0] = 0.0
         for fused in backward:
-            for up in forward or [None]:
+            for up in forward or (None,):
                 before = nothing if up is None else up.seconds
-                lag = max(up.cap_seconds * f if up else 0.0, fused.prefixes.cap_seconds * b) * (devices - 1) / samples
+                lag = (
+                    max(up.cap_seconds * f if up else 0.0, fused.prefixes.cap_seconds * b)
+                    * (devices - 1)
+                    / samples
+                )
                 totals = before[:-1] * forward_stretch + fused.seconds * backward_stretch + lag
                 start = int(np.argmin(totals))
                 if not np.isfinite(totals[start]):
@@ -204,7 +221,9 @@ class _Search:
             return 2_000
         if self.best is None or outcome.run.period_seconds < self.best.run.period_seconds * (1 - 1e-9):
             try:
-                check_memory(peaks(outcome.graph, self.problem.num_devices), outcome.rules, self.problem.hardware)
+                check_memory(
+                    peaks(outcome.graph, self.problem.num_devices), outcome.rules, self.problem.hardware
+                )
             except InfeasibleError as fault:
                 self.last_fault = self.last_fault or str(fault)
                 return 2 * len(outcome.graph.actions)
@@ -228,7 +247,9 @@ class _Search:
 def configure(problem: Problem, candidate: Candidate) -> Configuration:
     """Wrap-around placement: in the order in which packs run, pack i on device i mod N."""
     devices = problem.num_devices
-    forward = tuple(ForwardPack(a, b - 1, i % devices) for i, (a, b) in enumerate(_packs(candidate.forward_cuts)))
+    forward = tuple(
+        ForwardPack(a, b - 1, i % devices) for i, (a, b) in enumerate(_packs(candidate.forward_cuts))
+    )
     spans = _packs(candidate.backward_cuts)
     last = len(forward) + len(spans) - 1
     backward = tuple(BackwardPack(a, b - 1, (last - i) % devices) for i, (a, b) in enumerate(spans))
@@ -252,7 +273,8 @@ def make_schedule(problem: Problem, outcome: Outcome, lower_bound: float) -> Sch
     rules, timing = outcome.rules, outcome.timing
     forward = tuple(
         msgspec.structs.replace(
-            pack, seconds=tuple(timing.compute_seconds(Forward(p, j)) for j in range(len(rules.forward_samples)))
+            pack,
+            seconds=tuple(timing.compute_seconds(Forward(p, j)) for j in range(len(rules.forward_samples))),
         )
         for p, pack in enumerate(rules.forward_packs)
     )

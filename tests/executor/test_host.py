@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ def make_workload() -> Workload:
             x = block(x)
         return x
 
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward
     model.train()
     return Workload(
         model,
@@ -88,7 +89,7 @@ def test_areas_do_not_overlap() -> None:
     tensors += [store.stash(key, 0, 6, 0) for key in store.layout.stash]
     tensors.append(store.losses)
     ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
-    assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
     control = WORD * (2 + 2 + 2 * NODES)
     assert ranges[0][0] >= store.memory.data_ptr() + control
 
@@ -136,8 +137,9 @@ def test_copy_into_one_tensor_does_not_make_autograd_refuse_another() -> None:
     loss = (leaf * leaf).sum()
     other.fill_(1.0)
     store.gradient_range(0, 2).zero_()
-    loss.backward()
-    assert leaf.grad is not None and bool((leaf.grad == 6.0).all())
+    torch.autograd.backward(loss)
+    assert leaf.grad is not None
+    assert bool((leaf.grad == 6.0).all())
 
 
 def _other_process(process: int, descriptor: int, answer: Connection) -> None:
@@ -150,7 +152,7 @@ def _other_process(process: int, descriptor: int, answer: Connection) -> None:
 
 def test_other_process_sees_the_same_bytes_and_nothing_is_left_behind() -> None:
     """Case 26: one copy, whatever the number of ranks."""
-    before = set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
+    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
     store, descriptor = make_store()
     store.done[3] = 42
     next(iter(store.weights(2).values())).fill_(2.5)
@@ -164,7 +166,7 @@ def test_other_process_sees_the_same_bytes_and_nothing_is_left_behind() -> None:
     child.join(30)
     assert child.exitcode == 0
     assert store.begun[5] == 77
-    after = set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
+    after = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
     assert after <= before
     os.close(descriptor)
 

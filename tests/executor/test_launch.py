@@ -172,7 +172,9 @@ def seconds_since(path: Path) -> float:
 def test_run_equals_plain_training_and_writes_trace_and_weights(
     options: RunOptions, schedule: Schedule, tmp_path: Path
 ) -> None:
-    schedule_path, trace_path, weights_path = (tmp_path / name for name in ("s.json", "t.json", "w.safetensors"))
+    schedule_path, trace_path, weights_path = (
+        tmp_path / name for name in ("s.json", "t.json", "w.safetensors")
+    )
     store.save(schedule, schedule_path)
     told: list[tuple[int, float]] = []
     trace = run_schedule(
@@ -198,8 +200,12 @@ def test_run_equals_plain_training_and_writes_trace_and_weights(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s.json", "t.json", "w.safetensors"]
 
 
-def test_plain_run_writes_the_same_weights_and_a_trace(options: RunOptions, schedule: Schedule, tmp_path: Path) -> None:
-    trace = run_plain(schedule, options, FOUR, trace_path=tmp_path / "t.json", weights_out=tmp_path / "w.safetensors")
+def test_plain_run_writes_the_same_weights_and_a_trace(
+    options: RunOptions, schedule: Schedule, tmp_path: Path
+) -> None:
+    trace = run_plain(
+        schedule, options, FOUR, trace_path=tmp_path / "t.json", weights_out=tmp_path / "w.safetensors"
+    )
     plain = train(options.load(), options, FOUR)
     weights = load_file(tmp_path / "w.safetensors")
     assert set(weights) == {*plain.parameters, "scale"}
@@ -214,7 +220,9 @@ def test_torchrun_starts_the_ranks_as_well(options: RunOptions, schedule: Schedu
     store.save(schedule, tmp_path / "s.json")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = ["-m", "executor", "run", str(tmp_path / "s.json"), "--steps", "4", "--lr", "1e-2", "--unpaced"]
-    done = subprocess.run([*torchrun, *run, "-o", str(tmp_path / "t.json")], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*torchrun, *run, "-o", str(tmp_path / "t.json")], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert store.load_trace(tmp_path / "t.json").losses == train(options.load(), options, FOUR).losses
     assert done.stdout.count("an iteration") == 3, "one summary and two devices, from rank 0 alone"
@@ -239,14 +247,18 @@ def test_schedule_of_another_model_is_one_line_that_names_both(
         run_plain(schedule, other, FOUR)
 
 
-def test_schedule_of_another_optimizer_is_refused_before_a_process_starts(options: RunOptions, schedule: Schedule) -> None:
+def test_schedule_of_another_optimizer_is_refused_before_a_process_starts(
+    options: RunOptions, schedule: Schedule
+) -> None:
     started = time.monotonic()
     with pytest.raises(FormatError, match=r"planned for optimizer 'adamw', the run asks for 'sgd'"):
         run_schedule(schedule, replace(options, optimizer="SGD"))
     assert time.monotonic() - started < 0.5
 
 
-def test_folder_that_is_missing_is_found_out_before_the_run(options: RunOptions, schedule: Schedule, tmp_path: Path) -> None:
+def test_folder_that_is_missing_is_found_out_before_the_run(
+    options: RunOptions, schedule: Schedule, tmp_path: Path
+) -> None:
     for given in ({"trace_path": tmp_path / "no" / "t.json"}, {"weights_out": tmp_path / "no" / "w"}):
         with pytest.raises(FormatError, match="no such folder"):
             run_schedule(schedule, options, **given)  # type: ignore[arg-type]
@@ -284,10 +296,14 @@ def test_rank_that_raises_ends_the_others_at_once_and_shows_its_traceback(
     assert "in draw" in str(caught.value)
 
 
-def test_out_of_memory_on_one_rank_is_one_line_that_names_the_action(options: RunOptions, schedule: Schedule) -> None:
+def test_out_of_memory_on_one_rank_is_one_line_that_names_the_action(
+    options: RunOptions, schedule: Schedule
+) -> None:
     hardware = schedule.hardware
     small = msgspec.structs.replace(hardware, devices=(hardware.devices[0], DeviceSpec("v1", 700)))
-    with pytest.raises(torch.OutOfMemoryError, match=r"^gpu1/\w+\[\d+\] \S+: .* over the limit of 700$") as caught:
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"^gpu1/\w+\[\d+\] \S+: .* over the limit of 700$"
+    ) as caught:
         run_schedule(msgspec.structs.replace(schedule, hardware=small), replace(options, steps=1000))
     assert "\n" not in str(caught.value)
 
@@ -320,7 +336,18 @@ def test_killed_parent_leaves_no_process_behind(
     how: signal.Signals, options: RunOptions, schedule: Schedule, tmp_path: Path
 ) -> None:
     store.save(schedule, tmp_path / "s.json")
-    command = [sys.executable, "-m", "executor", "run", str(tmp_path / "s.json"), "--steps", "1000000", "--unpaced", "--lr", "1e-2"]
+    command = [
+        sys.executable,
+        "-m",
+        "executor",
+        "run",
+        str(tmp_path / "s.json"),
+        "--steps",
+        "1000000",
+        "--unpaced",
+        "--lr",
+        "1e-2",
+    ]
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         assert parent.stderr is not None

@@ -13,7 +13,11 @@ from executor.optimizer import LayerOptimizer, make_optimizer, optimizer_class, 
 from planner.contract.errors import HarmonyError
 
 Shapes = tuple[dict[str, tuple[int, ...]], ...]
-SHAPES: Shapes = ({"0.weight": (5, 3), "0.bias": (3,)}, {"1.weight": (70, 9)}, {"2.weight": (8, 8), "2.gain": ()})
+SHAPES: Shapes = (
+    {"0.weight": (5, 3), "0.bias": (3,)},
+    {"1.weight": (70, 9)},
+    {"2.weight": (8, 8), "2.gain": ()},
+)
 STEPS = 4
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,7 +53,9 @@ class FlatStore:
             for parameter, tensor in layer.items():
                 tensor.copy_(seen.setdefault(parameter, torch.randn(tensor.shape, generator=generator)))
                 entries = state_layout(name, settings, tensor)
-                self.states.setdefault(parameter, {key: self._place(shape, dtype) for key, shape, dtype in entries})
+                self.states.setdefault(
+                    parameter, {key: self._place(shape, dtype) for key, shape, dtype in entries}
+                )
 
     def _place(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = over_storage(self._flat.untyped_storage(), self._end, shape, dtype)
@@ -57,7 +63,9 @@ class FlatStore:
         return tensor
 
     def optimizer(self, name: str, settings: dict[str, Any], *, is_resumed: bool = False) -> LayerOptimizer:
-        return LayerOptimizer(name, settings, self.weights, self.gradients, self.states, is_resumed=is_resumed)
+        return LayerOptimizer(
+            name, settings, self.weights, self.gradients, self.states, is_resumed=is_resumed
+        )
 
 
 def draw_gradients(store: FlatStore, step: int) -> None:
@@ -67,7 +75,9 @@ def draw_gradients(store: FlatStore, step: int) -> None:
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
 
 
-def train_whole(name: str, settings: dict[str, Any], store: FlatStore) -> tuple[dict[str, Tensor], torch.optim.Optimizer]:
+def train_whole(
+    name: str, settings: dict[str, Any], store: FlatStore
+) -> tuple[dict[str, Tensor], torch.optim.Optimizer]:
     """One torch.optim step over all parameters at once, with the gradients that the store is given."""
     parameters = {n: t.clone() for layer in store.weights for n, t in layer.items()}
     optimizer = make_optimizer(name, list(parameters.values()), settings)

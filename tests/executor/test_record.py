@@ -48,7 +48,10 @@ LANES = tuple(
         "host1": ["update:0"],
     }.items()
 )
-NODES = {text: node for node, text in enumerate(["F0.0", "free:I0.0", "free:WF0", "in:WF0", "in:I0.0", "B0.0", "update:0"])}
+NODES = {
+    text: node
+    for node, text in enumerate(["F0.0", "free:I0.0", "free:WF0", "in:WF0", "in:I0.0", "B0.0", "update:0"])
+}
 
 
 def make_profile() -> Profile:
@@ -70,7 +73,11 @@ def make_schedule() -> tuple[Schedule, Graph]:
     configuration = Configuration("pp", 2, 4, Microbatches(samples, samples), (ForwardPack(0, 0, 0),), packs)
     schedule = Schedule(
         PlannedFor(profile.model, model_hash(profile), "float32", "adamw"),
-        Hardware(tuple(DeviceSpec(f"v{i}", 1 << 20) for i in range(2)), (HostLink(1e9, 1e9),), Host(1 << 30, 1 << 30)),
+        Hardware(
+            tuple(DeviceSpec(f"v{i}", 1 << 20) for i in range(2)),
+            (HostLink(1e9, 1e9),),
+            Host(1 << 30, 1 << 30),
+        ),
         configuration,
         Predicted(1.0, 1.0, 1, (DevicePrediction(1, 1, 1),) * 2),
         Programs(print_program(LANES)),
@@ -80,7 +87,9 @@ def make_schedule() -> tuple[Schedule, Graph]:
 
 def make_records(steps: int = 3) -> list[RankRecord]:
     """Iteration k of rank 0 ends at 100 + 10 k + 4, that of rank 1 at 100 + 10 k + 4 + k."""
-    first = RankRecord(0, peak_bytes=500, swapped_in_bytes=3000, swapped_out_bytes=600, sent_bytes=30, reserved_bytes=700)
+    first = RankRecord(
+        0, peak_bytes=500, swapped_in_bytes=3000, swapped_out_bytes=600, sent_bytes=30, reserved_bytes=700
+    )
     second = RankRecord(1, peak_bytes=400, swapped_in_bytes=300)
     for k in range(steps):
         start = 100.0 + 10 * k
@@ -128,7 +137,12 @@ def test_spans_start_at_zero_in_order_of_time_with_their_bytes() -> None:
 
 def test_devices_have_their_peaks_and_the_bytes_of_one_iteration() -> None:
     first, second = merge(make_records(), *make_schedule(), OPTIONS, LOSSES).devices
-    assert (first.peak_bytes, first.swap_in_bytes, first.swap_out_bytes, first.peer_bytes) == (500, 1000, 200, 10)
+    assert (first.peak_bytes, first.swap_in_bytes, first.swap_out_bytes, first.peer_bytes) == (
+        500,
+        1000,
+        200,
+        10,
+    )
     assert first.reserved_bytes == 700
     assert (second.peak_bytes, second.swap_in_bytes) == (400, 100)
 

@@ -19,7 +19,9 @@ UNEVEN = ((0, 3), (3, 4), (4, 8))
 class Net(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -34,7 +36,9 @@ def make_workload(dropout: float = 0.0) -> Workload:
         x = torch.randn(num_samples, WIDTH, generator=generator)
         return {"x": x, "y": torch.randn(num_samples, WIDTH, generator=generator)}
 
-    return Workload(Net(dropout).train(), draw, lambda model, batch: nn.functional.mse_loss(model(batch["x"]), batch["y"]))
+    return Workload(
+        Net(dropout).train(), draw, lambda model, batch: nn.functional.mse_loss(model(batch["x"]), batch["y"])
+    )
 
 
 def make_options(steps: int = 4, optimizer: str = "adamw") -> RunOptions:
@@ -106,7 +110,13 @@ def test_budget_of_the_peak_is_enough_and_a_byte_less_is_not() -> None:
 def test_model_that_does_not_fit_at_all_is_refused_before_it_runs() -> None:
     seen: list[int] = []
     with pytest.raises(torch.OutOfMemoryError, match="the model needs"):
-        train(make_workload(), make_options(), FOUR, budget_bytes=1000, on_iteration=lambda k, *_: seen.append(k))
+        train(
+            make_workload(),
+            make_options(),
+            FOUR,
+            budget_bytes=1000,
+            on_iteration=lambda k, *_: seen.append(k),
+        )
     assert not seen
 
 
@@ -131,7 +141,9 @@ def test_frozen_parameters_stay_and_have_no_state() -> None:
 
 def test_iterations_are_told_as_they_end() -> None:
     told: list[tuple[int, float]] = []
-    found = train(make_workload(), make_options(), FOUR, on_iteration=lambda k, loss, seconds: told.append((k, loss)))
+    found = train(
+        make_workload(), make_options(), FOUR, on_iteration=lambda k, loss, seconds: told.append((k, loss))
+    )
     assert told == list(enumerate(found.losses))
     assert len(found.seconds) == 4
     assert all(seconds > 0 for seconds in found.seconds)
@@ -141,5 +153,7 @@ def test_iterations_are_told_as_they_end() -> None:
     ("minibatch", "size", "ranges"),
     [(8, 4, ((0, 4), (4, 8))), (7, 3, ((0, 3), (3, 6), (6, 7))), (2, 8, ((0, 2),))],
 )
-def test_even_microbatches_cover_the_minibatch(minibatch: int, size: int, ranges: tuple[tuple[int, int], ...]) -> None:
+def test_even_microbatches_cover_the_minibatch(
+    minibatch: int, size: int, ranges: tuple[tuple[int, int], ...]
+) -> None:
     assert even_microbatches(minibatch, size) == ranges

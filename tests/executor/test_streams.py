@@ -122,7 +122,8 @@ def test_transfer_to_a_peer_takes_the_peer_rate_or_both_host_links() -> None:
         device, _ = make_virtual(devices=2, peer=peer, sharing=sharing, latency_seconds=0.01)
         started = time.perf_counter()
         ranges = list(device.hop(2 * MB, 1))
-        assert ranges[0][0] == 0 and ranges[-1][1] == 2 * MB
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == 2 * MB
         return time.perf_counter() - started
 
     check_seconds(seconds(40e6, "none"), 0.05)
@@ -141,7 +142,7 @@ def test_compute_beyond_the_budget_is_refused_and_copies_are_not_counted() -> No
     device, _ = make_virtual(memory_bytes=MB, paced=False)
     seconds_of_copy(device, "h2d")
     with (
-        pytest.raises(torch.OutOfMemoryError, match="gpu0: .* over the limit of 1000000"),
+        pytest.raises(torch.OutOfMemoryError, match=r"gpu0: .* over the limit of 1000000"),
         device.on("compute"),
     ):
         torch.zeros(MB + 1, dtype=torch.uint8)

@@ -34,7 +34,8 @@ def test_size_is_read_exactly(text: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "16Gb", "16gib", "-1GiB", "1e9", "nan", "16 GiB B", "1,5GB", "16GB/s", "1  GB", "٣GB", "G"]
+    "text",
+    ["", "GiB", "16Gb", "16gib", "-1GiB", "1e9", "nan", "16 GiB B", "1,5GB", "16GB/s", "1  GB", "٣GB", "G"],
 )
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(FormatError, match="a size looks like 16GiB") as caught:
@@ -45,7 +46,14 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("500MB/s", 5e8), ("12.3GB/s", 12.3e9), ("1GiB/s", 2.0**30), ("500 MB / s", 5e8), ("1000", 1e3), ("2GB", 2e9)],
+    [
+        ("500MB/s", 5e8),
+        ("12.3GB/s", 12.3e9),
+        ("1GiB/s", 2.0**30),
+        ("500 MB / s", 5e8),
+        ("1000", 1e3),
+        ("2GB", 2e9),
+    ],
 )
 def test_rate_is_read_exactly(text: str, rate: float) -> None:
     assert parse_rate(text) == rate
