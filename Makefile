@@ -88,6 +88,7 @@ demo-run:
 
 BENCH := build/bench
 BENCH_MINIBATCH := 64
+BENCH_STEPS := 10
 PROFILES = $(wildcard profiles/models/*.json)
 SERVERS = $(wildcard profiles/hardware/*.json)
 
@@ -98,11 +99,17 @@ bench-planner: $(READY) ## plan every profile in profiles/models on every server
 		$(PLANNER) plan $$profile $$server --minibatch $(BENCH_MINIBATCH) || [ $$? = 2 ] || exit 1; \
 	done; done
 
-bench-executor: $(READY) ## run the demo's schedules (make demo first) as fast as this machine can
-	@for devices in 1 2; do \
-		echo "== the demo's schedule on $$devices virtual device(s), unpaced"; \
-		$(EXECUTOR) run $(DEMO)/$$devices/schedule.json --data . --device virtual --unpaced --steps $(DEMO_STEPS) || exit 1; \
-	done
+bench-executor: $(READY) ## planned against measured (make demo first): paced within 10 %, unpaced for information
+	@test -f $(DEMO)/2/planned.json || { echo 'bench-executor: run make demo first, its schedules are measured here' >&2; exit 2; }
+	@mkdir -p $(BENCH)
+	@failed=0; for devices in 1 2; do \
+		echo "== the demo's schedule on $$devices virtual device(s), median of $(BENCH_STEPS) iterations after the first"; \
+		$(EXECUTOR) run $(DEMO)/$$devices/schedule.json --data . --device virtual --steps $$(($(BENCH_STEPS) + 1)) -o $(BENCH)/paced$$devices.json || exit 1; \
+		$(PLANNER) compare $(DEMO)/$$devices/planned.json $(BENCH)/paced$$devices.json --tolerance 10% || failed=1; \
+		echo "== the same without pacing: what this machine's CPU makes of it, not gated"; \
+		$(EXECUTOR) run $(DEMO)/$$devices/schedule.json --data . --device virtual --unpaced --steps 4 -o $(BENCH)/unpaced$$devices.json || exit 1; \
+		$(PLANNER) compare $(DEMO)/$$devices/planned.json $(BENCH)/unpaced$$devices.json --tolerance 10% | head -2; \
+	done; exit $$failed
 
 clean: ## remove what was built, but not the virtual environment
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

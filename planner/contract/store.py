@@ -107,8 +107,21 @@ def encode(noun: Profile | Hardware | Schedule | Trace) -> bytes:
 
 def schedule_hash(schedule: Schedule) -> str:
     """Names a schedule's configuration and program."""
-    text = msgspec.json.encode([schedule.configuration, schedule.programs])
+    text = msgspec.json.encode(
+        [_without_defaults(schedule.configuration), _without_defaults(schedule.programs)]
+    )
     return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _without_defaults(value: Any) -> Any:
+    """Plain data without fields that have their default. msgspec leaves out defaults by identity, so what
+    it leaves out depends on where an object came from."""
+    if isinstance(value, tuple):
+        return [_without_defaults(item) for item in value]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    fields = msgspec.structs.fields(value)
+    return {f.name: _without_defaults(v) for f in fields if (v := getattr(value, f.name)) != f.default}
 
 
 def json_schemas() -> dict[str, dict[str, Any]]:

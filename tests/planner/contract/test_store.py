@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -423,3 +424,10 @@ def test_every_field_is_explained_in_the_readme() -> None:
 
 def test_nouns_are_what_the_loaders_return() -> None:
     assert [type(noun) for noun in NOUNS.values()] == [Profile, Hardware, Schedule, Trace]
+
+
+def test_schedule_hash_does_not_depend_on_how_the_schedule_came_here() -> None:
+    """A pickled schedule hashed otherwise than the file it was loaded from, and a valid run was refused."""
+    schedule = NOUNS["schedule"]
+    assert isinstance(schedule, Schedule)
+    assert store.schedule_hash(pickle.loads(pickle.dumps(schedule))) == store.schedule_hash(schedule)

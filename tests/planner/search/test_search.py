@@ -1,0 +1,160 @@
+"""The search: what it promises on measured profiles, and against all plans of tiny instances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from random import Random
+
+import msgspec
+import pytest
+
+from planner.contract import store
+from planner.contract.errors import HarmonyError, InfeasibleError, VerifyError
+from planner.contract.memory import peaks
+from planner.contract.schedule import BackwardPack, Configuration, ForwardPack, Microbatches
+from planner.contract.verify import check_memory, verify
+from planner.search import plan
+from planner.search.bounds import Bounds
+from planner.search.problem import Problem, ranges
+from planner.search.search import evaluate
+from planner.simulate import simulate
+from tests.planner.chains import MB, random_chain, reference_case, server
+
+
+@pytest.mark.parametrize(
+    ("profile", "hardware", "minibatch", "seconds"),
+    [
+        ("bert_96_seqlen512", "4x1080ti-9gb", 64, 16.8),
+        ("bert_large_seqlen512", "1x1080ti-10gib", 16, 4.0),
+    ],
+)
+def test_measured_profile_is_planned_as_fast_as_promised(
+    profile: str, hardware: str, minibatch: int, seconds: float
+) -> None:
+    costs, machine = reference_case(profile, hardware)
+    result = plan(costs, machine, minibatch=minibatch)
+    assert result.schedule is not None
+    assert result.lower_bound_seconds <= result.seconds <= seconds
+    verify(result.schedule, costs, machine)
+    assert simulate(result.schedule, costs, machine).iteration_seconds == (result.seconds,)
+
+
+def every_plan(problem: Problem) -> Iterator[tuple[tuple[int, int], Configuration]]:
+    """All wrap-around configurations: all pairs of sizes, all partitions forward and backward."""
+    layers, devices = problem.costs.num_layers, problem.num_devices
+    partitions = [(0, *cuts, layers) for n in range(layers) for cuts in combinations(range(1, layers), n)]
+    for sizes in problem.size_pairs():
+        for backward in partitions:
+            start = backward[-2]
+            for forward in [c for c in partitions if start in c] if start else [(0,)]:
+                cuts = forward[: forward.index(start) + 1] if start else (0,)
+                packs = [
+                    ForwardPack(a, b - 1, i % devices)
+                    for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
+                ]
+                last = len(packs) + len(backward) - 2
+                backs = [
+                    BackwardPack(a, b - 1, (last - i) % devices)
+                    for i, (a, b) in enumerate(zip(backward, backward[1:], strict=False))
+                ]
+                microbatches = Microbatches(
+                    ranges(problem.minibatch, sizes[0]), ranges(problem.minibatch, sizes[1])
+                )
+                yield (
+                    sizes,
+                    Configuration(
+                        "pp",
+                        devices,
+                        problem.minibatch,
+                        microbatches,
+                        tuple(packs),
+                        tuple(dict.fromkeys(backs)),
+                    ),
+                )
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_plan_is_below_the_bound_and_the_search_is_near_the_best(seed: int, devices: int) -> None:
+    problem = Problem(random_chain(Random(seed), 4), server(devices, 25 * MB), 4, devices)
+    bounds = Bounds(problem)
+    best = float("inf")
+    looked_at = 0
+    for sizes, configuration in every_plan(problem):
+        try:
+            outcome = evaluate(problem, configuration)
+            check_memory(peaks(outcome.graph, devices), outcome.rules, problem.hardware)
+        except (InfeasibleError, VerifyError):
+            continue
+        looked_at += 1
+        assert outcome.run.period_seconds >= bounds.seconds(*sizes) * (1 - 1e-9)
+        best = min(best, outcome.run.period_seconds)
+    assert looked_at > 50
+    result = plan(problem.profile, problem.hardware, minibatch=4)
+    assert best * (1 - 1e-9) <= result.seconds <= best * 1.05
+
+
+@pytest.mark.parametrize("skips", [0, 3])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_plans_of_random_models_verify(devices: int, skips: int) -> None:
+    for seed in range(4):
+        profile, hardware = random_chain(Random(seed), 7, skips), server(devices)
+        result = plan(profile, hardware, minibatch=8)
+        assert result.schedule is not None, result.reason
+        found = verify(result.schedule, profile, hardware)
+        assert [p.nbytes for p in found] == [d.peak_bytes for d in result.schedule.predicted.devices]
+        assert result.lower_bound_seconds <= result.seconds
+
+
+def test_same_inputs_give_the_same_bytes() -> None:
+    profile, hardware = random_chain(Random(1), 6), server(2)
+    first, second = (plan(profile, hardware, minibatch=6).schedule for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert store.encode(first) == store.encode(second)
+
+
+def test_stochastic_layers_get_equal_microbatches() -> None:
+    """Case 3 and 1: recompute must see what forward saw."""
+    profile = random_chain(Random(2), 5)
+    first = msgspec.structs.replace(profile.layers[0], stochastic=True)
+    profile = msgspec.structs.replace(profile, layers=(first, *profile.layers[1:]))
+    schedule = plan(profile, server(2), minibatch=8).schedule
+    assert schedule is not None
+    assert schedule.configuration.microbatches.forward == schedule.configuration.microbatches.backward
+
+
+def test_layer_that_fits_no_device_is_named_with_both_numbers() -> None:
+    """Case 11."""
+    profile = random_chain(Random(3), 4)
+    result = plan(profile, server(2, 3 * MB), minibatch=4)
+    assert result.status == "infeasible"
+    assert result.schedule is None
+    assert "layer " in result.reason
+    assert f"the limit of {3 * MB} bytes" in result.reason
+
+
+def test_host_that_is_too_small_is_infeasible_and_says_so() -> None:
+    """Case 25."""
+    hardware = server(1)
+    hardware = msgspec.structs.replace(
+        hardware, host=msgspec.structs.replace(hardware.host, memory_bytes=1000)
+    )
+    result = plan(random_chain(Random(3), 4), hardware, minibatch=4)
+    assert result.status == "infeasible"
+    assert "host" in result.reason
+    assert "memory_bytes of 1000" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"minibatch": 0}, "at least one sample"),
+        ({"minibatch": 4, "mode": "dp"}, "plans pp"),
+        ({"minibatch": 4, "num_devices": 3}, "the hardware has 2"),
+    ],
+)
+def test_request_that_makes_no_sense_is_refused(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(HarmonyError, match=message):
+        plan(random_chain(Random(0), 3), server(2), **arguments)
