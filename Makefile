@@ -57,6 +57,8 @@ DEMO_STEPS := 10
 # share of what plain training needs, in percent
 DEMO_SHARE := 40
 DEMO_RATE := 500MB/s
+# speed of the virtual devices relative to this CPU: room for two ranks, their copies and updates on two cores
+DEMO_SCALE := 0.4
 DEMO_TOLERANCE := 10%
 PLANNER := $(BIN)/harmony-planner
 EXECUTOR := $(BIN)/harmony-executor
@@ -77,7 +79,7 @@ demo-run: MEMORY = $(shell $(BIN)/python -c "$$PLAIN_PEAK" $(DEMO)/plain.json $(
 demo-run:
 	@mkdir -p $(PLACE)
 	@echo '== on $(DEVICES) virtual device(s) of $(MEMORY) bytes, $(DEMO_SHARE) % of what plain training needs'
-	$(EXECUTOR) hardware --device virtual --devices $(DEVICES) --memory $(MEMORY) --h2d $(DEMO_RATE) --d2h $(DEMO_RATE) --peer $(DEMO_RATE) --compute-scale 0.5 -o $(PLACE)/hardware.json
+	$(EXECUTOR) hardware --device virtual --devices $(DEVICES) --memory $(MEMORY) --h2d $(DEMO_RATE) --d2h $(DEMO_RATE) --peer $(DEMO_RATE) --compute-scale $(DEMO_SCALE) -o $(PLACE)/hardware.json
 	$(PLANNER) plan $(DEMO)/profile.json $(PLACE)/hardware.json --minibatch $(DEMO_MINIBATCH) -o $(PLACE)/schedule.json
 	$(PLANNER) verify $(FILES)
 	$(PLANNER) simulate $(FILES) -o $(PLACE)/planned.json

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -49,14 +50,11 @@ def every_plan(problem: Problem) -> Iterator[tuple[tuple[int, int], Configuratio
             start = backward[-2]
             for forward in [c for c in partitions if start in c] if start else [(0,)]:
                 cuts = forward[: forward.index(start) + 1] if start else (0,)
-                packs = [
-                    ForwardPack(a, b - 1, i % devices)
-                    for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
-                ]
+                packs = [ForwardPack(a, b - 1, i % devices) for i, (a, b) in enumerate(pairwise(cuts))]
                 last = len(packs) + len(backward) - 2
                 backs = [
                     BackwardPack(a, b - 1, (last - i) % devices)
-                    for i, (a, b) in enumerate(zip(backward, backward[1:], strict=False))
+                    for i, (a, b) in enumerate(pairwise(backward))
                 ]
                 microbatches = Microbatches(
                     ranges(problem.minibatch, sizes[0]), ranges(problem.minibatch, sizes[1])
@@ -155,6 +153,6 @@ def test_host_that_is_too_small_is_infeasible_and_says_so() -> None:
         ({"minibatch": 4, "num_devices": 3}, "the hardware has 2"),
     ],
 )
-def test_request_that_makes_no_sense_is_refused(arguments: dict[str, int], message: str) -> None:
+def test_request_that_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(HarmonyError, match=message):
         plan(random_chain(Random(0), 3), server(2), **arguments)
