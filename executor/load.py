@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from executor.decompose import Decomposition, decompose
+from executor.decompose.move import move_code
 from executor.host import HostStore
 from executor.models import Workload
 from executor.options import RunOptions
@@ -24,6 +25,8 @@ def load(options: RunOptions, *, check: bool) -> tuple[Workload, Decomposition, 
     workload = options.load()
     example = workload.draw(torch.Generator().manual_seed(0), 2)
     decomposition = decompose(workload, example, patterns=options.patterns, check=check)
+    if options.device == "cuda":
+        move_code(decomposition, torch.device("cuda"))
     profile = structure(decomposition, options.model, options.optimizer, options.settings, options.patterns)
     return workload, decomposition, profile
 

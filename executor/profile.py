@@ -18,6 +18,7 @@ from torch import Tensor
 
 from executor.decompose import Decomposition, Layer, decompose
 from executor.decompose.layers import BATCH, TensorName
+from executor.decompose.move import move_code
 from executor.meter import Meter
 from executor.models import Workload
 from executor.optimizer import make_optimizer
@@ -58,6 +59,8 @@ def measure_profile(
     if not sizes or sizes[0] < 1:
         raise HarmonyError(f"--microbatches {','.join(map(str, microbatch_sizes))}: sizes start at 1")
     decomposition = decompose(workload, workload.draw(torch.Generator().manual_seed(0), 2), patterns=patterns)
+    if torch.device(device).type == "cuda":
+        move_code(decomposition, torch.device(device))
     skeleton = structure(decomposition, spec, optimizer, settings, patterns)
     bench = _Bench(decomposition, repeats, torch.device(device))
     with _threads(1 if torch.device(device).type == "cpu" else torch.get_num_threads()):
