@@ -45,8 +45,8 @@ from planner.search.packing import Cuts, Fused, Packing, PackModels, Prefixes, R
 from planner.search.problem import Problem, Progress, Result, ranges
 from planner.simulate import Run, Timing, run, summarize
 
-NODE_BUDGET = 150_000
-"""Actions simulated in one search: about five seconds."""
+NODE_BUDGET = 70_000
+"""Actions simulated in one search: a few seconds."""
 NUM_CAPS = 10
 """How many caps on the pack are tried per size and phase."""
 
