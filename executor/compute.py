@@ -266,12 +266,9 @@ def _received_gradients(rank: Rank, action: Backward, ends: Environment) -> tupl
 
     The last of them comes first, as in autograd: another order would round another way.
     """
-    rules = rank.rules
     sums: Environment = {}
-    device = rank.rank
-    for b in reversed(rules.gradient_sources(action.pack)):
-        source = rules.backward_device(b, rules.backward_replica[action.microbatch])
-        value = Value("D", b, action.microbatch, device=-1 if source == device else device)
+    given = [v for place, v in rank.rules.effects(action).reads if place == "gpu" and v.kind == "D"]
+    for value in reversed(given):
         for key, gradient in rank.memory[value].tensors.items():
             if key in ends:
                 sums[key] = sums[key] + gradient if key in sums else gradient

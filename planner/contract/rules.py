@@ -283,15 +283,7 @@ class Rules:
 
     def _forward_sources(self, pack: int) -> tuple[int, ...]:
         """The forward packs whose outputs a forward pack (or the fused one) takes."""
-        return tuple(
-            sorted(
-                {
-                    self._forward_pack_of[t.src]
-                    for t in self.costs.entering(*self._layers(pack))
-                    if t.src != BATCH
-                }
-            )
-        )
+        return self._makers_of(*self._layers(pack))
 
     def _gradient_sources(self, pack: int) -> tuple[int, ...]:
         """The later backward packs that hand a gradient to a backward pack."""
@@ -312,15 +304,12 @@ class Rules:
     def _stash_of(self, pack: int) -> tuple[int, ...]:
         """The forward packs whose stash a backward pack recomputes from."""
         backward = self.backward_packs[pack]
-        return tuple(
-            sorted(
-                {
-                    self._forward_pack_of[t.src]
-                    for t in self.costs.entering(backward.first, backward.last)
-                    if t.src != BATCH
-                }
-            )
-        )
+        return self._makers_of(backward.first, backward.last)
+
+    def _makers_of(self, first: int, last: int) -> tuple[int, ...]:
+        """The forward packs that make what enters layers first..last."""
+        given = self.costs.entering(first, last)
+        return tuple(sorted({self._forward_pack_of[t.src] for t in given if t.src != BATCH}))
 
     def has_weights(self, pack: BackwardPack | ForwardPack) -> bool:
         return self.costs.weight_bytes(pack.first, pack.last) > 0
