@@ -80,7 +80,8 @@ demo-run:
 	@mkdir -p $(PLACE)
 	@echo '== on $(DEVICES) virtual device(s) of $(MEMORY) bytes, $(DEMO_SHARE) % of what plain training needs'
 	$(EXECUTOR) hardware --device virtual --devices $(DEVICES) --memory $(MEMORY) --h2d $(DEMO_RATE) --d2h $(DEMO_RATE) --peer $(DEMO_RATE) --compute-scale $(DEMO_SCALE) -o $(PLACE)/hardware.json
-	$(PLANNER) plan $(DEMO)/profile.json $(PLACE)/hardware.json --minibatch $(DEMO_MINIBATCH) -o $(PLACE)/schedule.json
+	$(PLANNER) plan $(DEMO)/profile.json $(PLACE)/hardware.json --minibatch $(DEMO_MINIBATCH) \
+		--mode pp --activations recompute -o $(PLACE)/schedule.json
 	$(PLANNER) verify $(FILES)
 	$(PLANNER) simulate $(FILES) -o $(PLACE)/planned.json
 	$(EXECUTOR) run $(PLACE)/schedule.json --data . --device virtual --steps $(DEMO_STEPS) --seed 0 -o $(PLACE)/measured.json

@@ -67,6 +67,12 @@ def plan_command(
         int, typer.Option("--minibatch", min=1, metavar="SAMPLES", help="Samples of one iteration.")
     ],
     mode: Annotated[str, typer.Option("--mode", help=f"One of {', '.join(MODES)}.")] = "any",
+    activations: Annotated[
+        str,
+        typer.Option(
+            "--activations", help="recompute: always; any: also keep them on the device or offload them."
+        ),
+    ] = "any",
     devices: Annotated[
         int | None, typer.Option("--devices", min=1, metavar="N", help="Use the first N devices.")
     ] = None,
@@ -94,6 +100,7 @@ def plan_command(
             hardware,
             minibatch=minibatch,
             mode=mode,
+            activations=activations,
             num_devices=devices,
             time_limit_seconds=time_limit,
             progress=report,

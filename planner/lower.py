@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from planner.contract.actions import (
     STREAMS,
@@ -45,6 +46,9 @@ from planner.contract.rules import Rules
 
 Compute = Forward | Backward
 
+MAX_LATE = 3
+"""Gradients of how many tasks before may still be on their way out."""
+
 
 class Task:
     """One pack's run over all its microbatches on one device, and what it brings along."""
@@ -61,7 +65,11 @@ class Task:
         self.tag = rules.replica_tag(replica)
         self.is_owner = not self.is_forward and replica == rules.owner(self.pack)
         kind = "WF" if self.is_forward else "WB"
-        self.weights = Value(kind, self.pack, replica=self.tag) if rules.has_weights(layers) else None
+        self.is_held = self.is_forward and layers.weights == "hold"
+        loads = rules.has_weights(layers) and (self.is_forward or layers.weights == "stream")
+        self.weights = Value(kind, self.pack, replica=self.tag) if loads else None
+        # held weights stay until the backward that reads them last
+        self.last_uses: tuple[Value, ...] = ()
         trained = not self.is_forward and rules.is_trained(self.pack)
         self.gradients = Value("G", self.pack, replica=self.tag) if trained else None
         writes_back = (
@@ -70,12 +78,19 @@ class Task:
         self.writes_back = writes_back
         self.name = f"{'forward' if self.is_forward else 'backward'} pack {self.pack} (layers {layers.first} to {layers.last})"
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether its weights come for this task alone."""
+        return self.weights is not None and not self.is_held
+
 
 class Ring:
     """Values of one kind in the order in which they come; `depth` of them may be there at a time."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self.drained_at: int | None = None
+        """The task that waits until all items of the tasks before it are gone, where one does."""
         self.items: list[tuple[int, Action, tuple[Value, ...]]] = []  # (task, allocating action, values)
 
     def add(self, task: int, action: Action, values: Iterable[Value]) -> None:
@@ -86,6 +101,8 @@ class Ring:
         found: dict[Action, list[Wait]] = {}
         count = len(self.items)
         for k, (_, action, _) in enumerate(self.items if self.depth < count else ()):
+            if k < self.depth and self.drained_at is not None:
+                continue
             _, _, values = self.items[(k - self.depth) % count]
             found[action] = [Wait(Free(value), int(k < self.depth)) for value in values]
         return found
@@ -93,6 +110,8 @@ class Ring:
     def bytes_by_task(self, num_tasks: int, nbytes: Callable[[Value], int], ahead: bool) -> list[int]:
         """The most that is there while each task runs: `depth` items in a row, from one that the task uses on (ahead)
         or up to one that it makes."""
+        if self.drained_at is not None:
+            return self._bytes_until_drained(num_tasks, nbytes)
         sizes = [sum(map(nbytes, values)) for _, _, values in self.items]
         count = len(sizes)
         if count <= self.depth:
@@ -109,21 +128,48 @@ class Ring:
             found.append(max(windows[(k + shift) % count] for k in range(low, high + 1)))
         return found
 
+    def _bytes_until_drained(self, num_tasks: int, nbytes: Callable[[Value], int]) -> list[int]:
+        """The same for made values of which nothing is left from one task on to the end of the iteration."""
+        assert self.drained_at is not None
+        found, recent = [0] * num_tasks, [0] * self.depth
+        items = iter([*self.items, None])
+        item = next(items)
+        for task in range(self.drained_at):
+            found[task] = sum(recent)
+            while item is not None and item[0] == task:
+                recent = [*recent[1:], sum(map(nbytes, item[2]))]
+                found[task] = max(found[task], sum(recent))
+                item = next(items)
+        return found
+
+
+class Depths(NamedTuple):
+    """How many received values and how many inputs from the host may be on a device at a time."""
+
+    received: int
+    inputs: int
+
 
 class DeviceDraft:
     """The lanes of one device while they are made."""
 
-    def __init__(self, rules: Rules, device: int, depth: int) -> None:
+    def __init__(self, rules: Rules, device: int, depths: Depths) -> None:
         self.rules = rules
         self.device = device
         self.tasks = _tasks(rules, device)
+        self.held_bytes = sum(
+            rules.nbytes(t.weights) for t in self.tasks if t.is_held and t.weights is not None
+        )
+        self._find_last_uses()
         self.lanes: dict[str, list[Action]] = {stream: [] for stream in STREAMS}
         self.waits: dict[Action, list[Wait]] = {}
-        self.inputs = Ring(2)
+        self.inputs = Ring(depths.inputs)
+        self.returned = Ring(2)
         self.outputs = Ring(2)
-        self.received = Ring(depth)
+        self.received = Ring(depths.received)
         self.is_prefetched = [False] * len(self.tasks)
-        self.is_drained_late = [False] * len(self.tasks)
+        self.num_late = [0] * len(self.tasks)
+        self.drained = [t for t, task in enumerate(self.tasks) if task.gradients is not None]
         self.last_reader = self._last_readers()
         self.free_at: dict[Compute, list[Value]] = {}
         for value, (_, action) in self.last_reader.items():
@@ -135,9 +181,20 @@ class DeviceDraft:
         for t, task in enumerate(self.tasks):
             for action in task.actions:
                 for place, value in self.rules.effects(action).reads:
-                    if place == "gpu" and value.kind in "IXYD":
+                    if place == "gpu" and value.kind in ("I", "X", "Y", "D", "AF", "AB"):
                         last[value] = (t, action)
         return last
+
+    def _find_last_uses(self) -> None:
+        """Held weights are freed behind the last backward that reads them."""
+        last: dict[Value, Task] = {}
+        for task in self.tasks:
+            for place, value in self.rules.effects(task.actions[0]).reads:
+                if place == "gpu" and value.kind == "WF":
+                    last[value] = task
+        for value, task in last.items():
+            if not task.is_forward:
+                task.last_uses = (*task.last_uses, value)
 
     # ---- passes
 
@@ -146,23 +203,48 @@ class DeviceDraft:
         for t, task in enumerate(self.tasks):
             for action in task.actions:
                 lane.append(action)
-                if action == task.actions[-1] and task.weights is not None and not task.writes_back:
+                if action == task.actions[-1]:
+                    lane.extend(Free(value) for value in task.last_uses)
+                if action == task.actions[-1] and task.is_streamed and not task.writes_back:
+                    assert task.weights is not None
                     # first, so that whoever waits for one of the others finds the weights gone too
                     lane.append(Free(task.weights))
                 lane.extend(Free(value) for value in self.free_at.get(action, ()))
             for action in task.actions:
                 self._collect_outputs(t, action)
+        self._drain_outputs()
+
+    def _drain_outputs(self) -> None:
+        """On a pipeline of one device backward tasks hand nothing out: the second one waits until what the forward
+        made has left, so that its place is free for what returns."""
+        backward = [t for t, task in enumerate(self.tasks) if not task.is_forward]
+        if self.rules.stages > 1 or len(backward) < 2 or not self.outputs.items:
+            return
+        self.outputs.drained_at = backward[1]
+
+    def add_drain_waits(self) -> None:
+        if self.outputs.drained_at is None:
+            return
+        first = self.tasks[self.outputs.drained_at].actions[0]
+        last = self.outputs.items[-self.outputs.depth :]
+        for _, _, values in last:
+            self.waits.setdefault(first, []).extend(Wait(Free(value)) for value in values)
+        # what returns takes the place of what left last
+        for (_, _, values), (_, action, _) in zip(last, self.returned.items, strict=False):
+            self.waits.setdefault(action, []).extend(Wait(Free(value)) for value in values)
 
     def _collect_outputs(self, t: int, action: Compute) -> None:
         """What leaves this device after an action goes through the ring of outputs."""
         leaving = [
-            v for v in self.rules.effects(action).makes if v.kind in "YSD" and v not in self.last_reader
+            v
+            for v in self.rules.effects(action).makes
+            if v.kind in ("Y", "S", "D", "AF") and v not in self.last_reader
         ]
         if leaving:
             self.outputs.add(t, action, leaving)
 
     def add_swap_in(self) -> None:
-        """Inputs by use; the next task's weights behind the second input where they fit beside this task's."""
+        """Inputs by use; the next task's weights behind as many inputs as may be there, where they fit beside this task's."""
         lane = self.lanes["h2d"]
         weighted = [t for t, task in enumerate(self.tasks) if task.weights is not None]
         following = dict(pairwise(weighted))
@@ -173,15 +255,15 @@ class DeviceDraft:
                 value
                 for action in task.actions
                 for place, value in self.rules.effects(action).reads
-                if place == "gpu" and value.kind in "IX"
+                if place == "gpu" and value.kind in ("I", "X", "AB")
             ]
             successor = following.get(t)
             early = successor is not None and self.is_prefetched[t]
             for k, value in enumerate(inputs):
-                if early and k == 2:
+                if early and k == self.inputs.depth:
                     self._load(successor)
                     early, successor = False, None
-                self.inputs.add(t, SwapIn(value), [value])
+                (self.returned if value.kind == "AB" else self.inputs).add(t, SwapIn(value), [value])
                 lane.append(SwapIn(value))
             if successor is not None:
                 self._load(successor)
@@ -191,7 +273,9 @@ class DeviceDraft:
         weights = self.tasks[t].weights
         assert weights is not None
         self.lanes["h2d"].append(SwapIn(weights))
-        weighted = [u for u, task in enumerate(self.tasks) if task.weights is not None]
+        if self.tasks[t].is_held:
+            return  # they have their own place, and wait for their free of the iteration before
+        weighted = [u for u, task in enumerate(self.tasks) if task.is_streamed]
         k = weighted.index(t)
         before = weighted[k - 1]
         target = k - 2 if self.is_prefetched[before] else k - 1
@@ -212,8 +296,13 @@ class DeviceDraft:
                         if v.kind == "S" or v not in self.last_reader
                     ]
                     lane.extend(Free(value) for value in freed)
+                for value in rules.effects(action).makes:
+                    if value.kind == "AF" and value not in self.last_reader:
+                        lane += [SwapOut(value), Free(value)]
             if task.writes_back and task.weights is not None:
-                lane += [SwapOut(task.weights), Free(task.weights)]
+                lane.append(SwapOut(task.weights))
+                if task.is_streamed:
+                    lane.append(Free(task.weights))
             if task.gradients is not None:
                 self._drain(task)
 
@@ -256,48 +345,78 @@ class DeviceDraft:
         return (task.pack if task.is_forward else len(self.rules.forward_packs)) == value.pack + 1
 
     def add_waits(self) -> None:
-        for ring in (self.inputs, self.outputs, self.received):
+        for ring in (self.inputs, self.returned, self.outputs, self.received):
             for action, waits in ring.waits().items():
                 self.waits.setdefault(action, []).extend(waits)
-        drained = [t for t, task in enumerate(self.tasks) if task.gradients is not None]
-        for k, t in enumerate(drained):
-            target = k - 2 if self.is_drained_late[t] else k - 1
-            self._wait_for_gradients(t, drained, target)
-        # the next iteration's first two tasks see the last gradients leave
-        if drained and self.tasks[0].is_forward:
-            late = self.is_drained_late[0] and len(self.tasks) > 1 and self.tasks[1].is_forward
-            self._wait_for_gradients(1 if late else 0, drained, -1)
+        self._wait_for_gradients()
 
-    def _wait_for_gradients(self, t: int, drained: Sequence[int], target: int) -> None:
-        freed = self.tasks[drained[target % len(drained)]].gradients
-        assert freed is not None
-        if freed != self.tasks[t].gradients and -len(drained) <= target:
-            self.waits.setdefault(self.tasks[t].actions[0], []).append(Wait(Free(freed), int(target < 0)))
+    def _wait_for_gradients(self) -> None:
+        """Each task starts behind the free of the gradients that have no place beside it, unless one before did."""
+        count = len(self.tasks)
+        # gradients leave over d2h where this replica owns them, else over reduce: each stream in its own order
+        behind = {True: -1, False: -1}
+        # twice around: what the end of an iteration waited for, the next one need not
+        for position in range(2 * count):
+            t = position % count
+            latest: dict[bool, tuple[int, int]] = {}
+            for ago, target in self._drained_before(t)[self.num_late[t] :]:
+                latest.setdefault(self.tasks[target].is_owner, (ago, target))
+            for is_owner, (ago, target) in latest.items():
+                freed = self.tasks[target].gradients
+                assert freed is not None
+                produced = position - t - ago * count + target
+                if produced <= behind[is_owner]:
+                    continue
+                behind[is_owner] = produced
+                if position >= count:
+                    self.waits.setdefault(self.tasks[t].actions[0], []).append(Wait(Free(freed), ago))
+
+    def _drained_before(self, t: int) -> list[tuple[int, int]]:
+        """The tasks before t that make gradients, the latest first, around the iteration: (iterations ago, task)."""
+        drained = self.drained
+        k = bisect_left(drained, t)
+        last = bisect_right(drained, t)
+        return [(0, u) for u in reversed(drained[:k])] + [(1, u) for u in reversed(drained[last:])]
 
     # ---- memory
 
     def choose(self, limit_bytes: int) -> None:
-        """Prefetch weights and drain gradients beside a task wherever both, or the weights, or the gradients fit.
+        """Prefetch weights beside each task where they fit, then let gradients of tasks before leave beside it.
 
         Raises InfeasibleError where a task does not fit at all.
         """
         needed = self._task_bytes()
-        weighted = [t for t, task in enumerate(self.tasks) if task.weights is not None]
-        drained = [t for t, task in enumerate(self.tasks) if task.gradients is not None]
+        weighted = [t for t, task in enumerate(self.tasks) if task.is_streamed]
         for t, task in enumerate(self.tasks):
             used = needed[t]
             if used > limit_bytes:
                 raise InfeasibleError(
                     f"gpu{self.device}: {task.name} needs {used} bytes, {used - limit_bytes} over the limit of {limit_bytes}"
                 )
+            left = limit_bytes - used
             later = [u for u in weighted if u > t] or weighted
             incoming = self._nbytes(self.tasks[later[0]].weights) if later else 0
-            earlier = [u for u in drained if u < t] or drained
-            is_affected = t in drained or t == 0
-            outgoing = self._nbytes(self.tasks[earlier[-1]].gradients) if earlier and is_affected else 0
-            left = limit_bytes - used
             self.is_prefetched[t] = incoming <= left
-            self.is_drained_late[t] = outgoing <= left - (incoming if self.is_prefetched[t] else 0)
+            if self.is_prefetched[t]:
+                left -= incoming
+            elif not task.is_streamed:
+                # nothing of this task's goes that they could wait for
+                raise InfeasibleError(
+                    f"gpu{self.device}: {task.name} with the next weights needs {used + incoming} bytes, "
+                    f"{incoming - left} over the limit of {limit_bytes}"
+                )
+            late = 0
+            for _, u in self._drained_before(t)[:MAX_LATE]:
+                left -= self._nbytes(self.tasks[u].gradients)
+                if left < 0:
+                    break
+                late += 1
+            self.num_late[t] = late
+
+    @property
+    def num_hidden(self) -> int:
+        """How many tasks have the next weights or the last gradients beside them."""
+        return sum(self.is_prefetched) + sum(late > 0 for late in self.num_late)
 
     def _nbytes(self, value: Value | None) -> int:
         return 0 if value is None else self.rules.nbytes(value)
@@ -307,15 +426,33 @@ class DeviceDraft:
         rules, count = self.rules, len(self.tasks)
         rings = [
             self.inputs.bytes_by_task(count, rules.nbytes, ahead=True),
+            self._returned_by_task(),
             self.received.bytes_by_task(count, rules.nbytes, ahead=True),
             self.outputs.bytes_by_task(count, rules.nbytes, ahead=False),
             self._held_by_task(),
         ]
         found = []
         for t, task in enumerate(self.tasks):
-            own = sum(rules.nbytes(v) for v in (task.weights, task.gradients) if v is not None)
+            own = (
+                self.held_bytes
+                + self._nbytes(task.gradients)
+                + (self._nbytes(task.weights) if task.is_streamed else 0)
+            )
             found.append(own + sum(ring[t] for ring in rings) + max(map(rules.workspace, task.actions)))
         return found
+
+    def _returned_by_task(self) -> list[int]:
+        """Offloaded activations that came back, or are to: where they take the place of outputs, only the excess."""
+        found = self.returned.bytes_by_task(len(self.tasks), self.rules.nbytes, ahead=True)
+        if self.outputs.drained_at is None or not self.returned.items:
+            return found
+        leaving = [
+            sum(map(self.rules.nbytes, values)) for _, _, values in self.outputs.items[-self.outputs.depth :]
+        ]
+        coming = [sum(map(self.rules.nbytes, values)) for _, _, values in self.returned.items]
+        excess = sum(max(0, new - old) for old, new in zip(leaving, coming, strict=False))
+        first, second = self.outputs.items[-1][0], self.outputs.drained_at
+        return [0] * first + [excess] * (second - first) + found[second:]
 
     def _held_by_task(self) -> list[int]:
         """The most bytes of values that stay on this device between two of its tasks."""
@@ -328,7 +465,9 @@ class DeviceDraft:
                 live += sum(rules.nbytes(v) for v in rules.effects(action).makes if v in self.last_reader)
                 most = max(most, live)
                 live -= sum(
-                    rules.nbytes(v) for v in self.free_at.get(action, ()) if v.kind in "YD" and v.device < 0
+                    rules.nbytes(v)
+                    for v in self.free_at.get(action, ())
+                    if v.kind in ("Y", "D", "AF") and v.device < 0
                 )
             # what skips packs may arrive long before its last reader
             held.append(most + sum(rules.nbytes(v) for v in early if self.last_reader[v][0] >= t))
@@ -358,9 +497,10 @@ def lower(rules: Rules, limits: Sequence[int]) -> Lanes:
 
 
 def _lower_device(rules: Rules, device: int, limit_bytes: int) -> list[Lane]:
-    depths = _depths(rules)
-    for depth in depths:
-        draft = DeviceDraft(rules, device, depth)
+    best: DeviceDraft | None = None
+    fault: InfeasibleError | None = None
+    for depths in _depths(rules):
+        draft = DeviceDraft(rules, device, depths)
         if not draft.tasks:
             return []
         draft.add_receives()
@@ -369,32 +509,46 @@ def _lower_device(rules: Rules, device: int, limit_bytes: int) -> list[Lane]:
         draft.add_swap_in()
         try:
             draft.choose(limit_bytes)
-        except InfeasibleError:
-            if depth == depths[-1]:
-                raise
+        except InfeasibleError as error:
+            fault = error
             continue
-        break
+        if best is None or draft.num_hidden > best.num_hidden:
+            best = draft
+        if best.num_hidden == len(best.tasks) * (1 + bool(best.drained)):
+            break
+    if best is None:
+        assert fault is not None
+        raise fault
+    draft = best
     draft.lanes["h2d"].clear()
     draft.inputs.items.clear()
+    draft.returned.items.clear()
     draft.waits.clear()
     draft.add_swap_in()
+    draft.add_drain_waits()
     draft.add_swap_out()
     draft.add_sends()
     draft.add_waits()
     return draft.finish()
 
 
-def _depths(rules: Rules) -> list[int]:
-    """How many received values may wait: as many as a wrap-around pipeline makes early, down to the least.
+def _depths(rules: Rules) -> list[Depths]:
+    """From the most that helps down to the least that works.
 
-    A device that runs a pack over m microbatches is busy with the pack before while m - N outputs for it
-    arrive; fewer places make the senders wait (planning-notes.md, pitfall 2).
+    Received: as many as a wrap-around pipeline makes early. A device that runs a pack over m microbatches is busy
+    with the pack before while m - N outputs for it arrive; fewer places make the senders wait (planning-notes.md,
+    pitfall 2). Inputs: a task's, so that the weights behind them never keep one waiting.
     """
-    microbatches = max(len(rules.forward_samples), len(rules.backward_samples)) // len(rules.replicas)
+    num_replicas = len(rules.replicas)
+    microbatches = max(len(rules.forward_samples), len(rules.backward_samples)) // num_replicas
     most = max(len(rules.intersecting(i)) for i in range(len(rules.backward_samples)))
     least = most + 1
     full = max(least, microbatches - rules.stages + 2)
-    return sorted({full, (full + least) // 2, least}, reverse=True)
+    inputs = max(2, len(rules.backward_samples) // num_replicas)
+    middle = (inputs + 2) // 2
+    received = sorted({full, (full + least) // 2, least}, reverse=True)
+    found = [Depths(r, i) for r in received for i in (inputs, middle, 2)]
+    return list(dict.fromkeys(found))
 
 
 def _tasks(rules: Rules, device: int) -> list[Task]:

@@ -99,6 +99,10 @@ class Costs:
         self.leaving = lru_cache(maxsize=None)(self._leaving)
         self.forward_workspace = lru_cache(maxsize=None)(self._forward_workspace)
         self.backward_workspace = lru_cache(maxsize=None)(self._backward_workspace)
+        self.kept_bytes = lru_cache(maxsize=None)(self._kept_bytes)
+        self.kept_workspace = lru_cache(maxsize=None)(self._kept_workspace)
+        self._crossing_sum = lru_cache(maxsize=None)(self._crossing_sum_at)
+        self._inner_sum = lru_cache(maxsize=None)(self._inner_sum_at)
 
     def weight_bytes(self, first: int, last: int) -> int:
         """Weights and buffers."""
@@ -170,10 +174,12 @@ class Costs:
         at = self.at(size)
         if not self.saved_is_known:
             total = at.backward_rest_sum[last + 1] - at.backward_rest_sum[first]
-            inner = nbytes(
-                (t for i in range(first, last) for t in self._made_by(i) for c in t.consumers if c <= last),
-                size,
-            )
+            if self.is_chain:
+                sums = self._inner_sum(size)
+                inner = sums[last] - sums[first]
+            else:
+                made = (t for i in range(first, last) for t in self._made_by(i))
+                inner = nbytes((t for t in made for c in t.consumers if c <= last), size)
             return max(
                 0, total - inner - sum(self._exchanged(i, first, last, size, 2) for i in {first, last})
             )
@@ -200,6 +206,43 @@ class Costs:
                 for i in range(first, last + 1)
             ),
         )
+
+    def _kept_bytes(self, first: int, last: int, size: int) -> int:
+        """What a forward leaves for a backward without recompute: saved activations and the pack's input.
+
+        Where saved bytes were not measured, at most what a layer's backward peak has beyond its input and the
+        gradient of its output.
+        """
+        at = self.at(size)
+        given = nbytes((t for t in self.entering(first, last) if t.src != BATCH), size)
+        if self.saved_is_known:
+            return given + at.saved_sum[last + 1] - at.saved_sum[first]
+        total = at.backward_rest_sum[last + 1] - at.backward_rest_sum[first]
+        # inputs from inside the pack and the gradients of all outputs, layer by layer
+        crossing = self._crossing_sum(size)
+        inner = crossing[last] - crossing[first]
+        outputs = crossing[last + 1] - crossing[first]
+        return max(0, given + total - inner - outputs)
+
+    def _crossing_sum_at(self, size: int) -> list[int]:
+        """Running sums, layer by layer, of the bytes that each makes for others."""
+        made = [0] * self.num_layers
+        for tensor in self._made:
+            if tensor.differentiable:
+                made[tensor.src] += nbytes((tensor,), size)
+        return _prefix(made)
+
+    def _inner_sum_at(self, size: int) -> list[int]:
+        """Running sums of a chain's tensors by the layer that makes each."""
+        return _prefix([nbytes(self._made_by(i), size) for i in range(self.num_layers)])
+
+    def _kept_workspace(self, first: int, last: int, size: int) -> int:
+        """Bytes on top of weights, gradients, what was kept and gradients in and out, in a backward without recompute."""
+        at = self.at(size)
+        if self.saved_is_known:
+            saved = at.saved_sum[last + 1] - at.saved_sum[first]
+            return self.backward_workspace(first, last, size) - saved
+        return at.largest_backward_rest(first, last)
 
     def _made_by(self, layer: int) -> tuple[Tensor, ...]:
         return tuple(t for t in self._made_in(layer, layer) if t.src == layer)

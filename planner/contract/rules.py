@@ -239,8 +239,7 @@ class Rules:
         if kind == "K":
             return self.costs.state_bytes(*layers)
         first, end = self.backward_samples[value.microbatch]
-        at = self.costs.at(end - first)
-        return at.saved_sum[layers[1] + 1] - at.saved_sum[layers[0]]
+        return self.costs.kept_bytes(*layers, end - first)
 
     def moved_bytes(self, action: Action) -> int:
         """The bytes that a swap, transfer or reduction moves; 0 for other actions."""
@@ -275,6 +274,8 @@ class Rules:
                     # several forward microbatches are joined into one input
                     given = self.costs.entering(layers.first, layers.last)
                     joined = nbytes((t for t in given if t.src != BATCH), end - first)
+                if self.activations(pack, microbatch) != "recompute":
+                    return self.costs.kept_workspace(layers.first, layers.last, end - first)
                 return joined + self.costs.backward_workspace(layers.first, layers.last, end - first)
             case _:
                 return 0

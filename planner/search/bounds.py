@@ -1,138 +1,296 @@
-"""Lower bounds on the iteration time of any streamed wrap-around plan with given microbatch sizes.
+"""Lower bounds on the iteration time of any plan with given replicas and microbatch sizes.
 
-Why an iteration's compute has a window of its own: layer 0 is first in every forward and last in every
-backward. Where it is trained, iteration k+1 cannot start before its gradients went out, were applied and its
-weights came in again (`tail`), and by then all compute of iteration k is over. So windows of successive
-iterations do not overlap, and period - tail >= the length of a window, which is at least each of
+Why an iteration's compute has a window of its own: where every layer depends on layer 0, forward and backward,
+layer 0 is first in every forward and last in every backward. Where it is trained, iteration k+1 cannot start
+before its gradients were summed, applied and its weights are back (`tail`), and by then all compute of iteration k
+is over. So windows of successive iterations do not overlap, and period - tail is at least each of
 
-    work        all compute over the number of devices, plus what devices must idle at its ends: the j-th
-                device to start waits for one microbatch to pass j layers, and after the last layer that the j-th
-                device runs backward, j layers are still to go (each device starts and ends with a layer of its own)
+    work        all compute over the speed of all devices, plus what devices must idle at its ends: the j-th device of
+                a pipeline to start waits for one microbatch to pass j layers, and after the last layer that the j-th
+                device runs backward, j layers are still to go (each device starts and ends with layers of its own)
     path        one microbatch through the DAG forward and backward, and some one layer for the other microbatches
-    link        bytes that must cross the host links
 
-Compute per layer: forward once for layers below the fused pack, forward and backward for all. The fused pack
-is at most the largest that fits a device.
+and the period is at least what must cross the links over their rate.
+
+Compute of a layer: forward once, backward, and a recompute in between, which is spared in the fused pack (at most the
+largest that fits a device) and where activations stay. On a device all forwards of an iteration come before all
+backwards, so what is kept is there all at once: together no more than the memory of all devices. What is offloaded
+crosses both links within the period. Both are spent on the layers that spare most seconds a byte (a fractional
+knapsack); as offloading grows with the period, the bound is a fixed point. Weights that the host updates come in once
+an iteration at least, and a second time unless they stay from forward to backward, which takes memory, too.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 import networkx as nx
+import numpy as np
 
 from planner.contract.cuts import nbytes
 from planner.contract.profile import BATCH
 from planner.graph import layer_graph, longest_path
-from planner.search.problem import Problem
+from planner.search.problem import Problem, Shape
+
+NUM_STARTS = 10
+"""Ranges of first layers of the fused pack that are told apart."""
 
 
 class Bounds:
-    """Bounds for one problem, by microbatch sizes."""
+    """Bounds for one problem, by shape and microbatch sizes."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._costs = problem.costs
         self._graph: nx.DiGraph[int] = layer_graph(problem.profile)
-        # the fastest device, so that the bound holds whatever runs where
         devices = problem.hardware.devices[: problem.num_devices]
         self._scales = [device.compute_scale for device in devices]
-        links = {device.host_link for device in devices}
-        self._h2d, self._d2h = 0.0, 0.0
-        for index in links:
-            link = problem.hardware.host_links[index]
-            users = sum(device.host_link == index for device in devices)
-            copies = users if link.sharing == "none" else 1
-            self._h2d += link.h2d_bytes_per_second * copies
-            self._d2h += link.d2h_bytes_per_second * copies
+        self._memory = sum(problem.limits)
+        self._h2d, self._d2h = self._total_rate("h2d"), self._total_rate("d2h")
         self._fastest_h2d = max(self._device_rate(d, "h2d") for d in range(problem.num_devices))
         self._fastest_d2h = max(self._device_rate(d, "d2h") for d in range(problem.num_devices))
+        links = [problem.hardware.host_links[device.host_link] for device in devices]
+        self._is_shared_fairly = len(devices) > 1 and any(link.sharing == "fair" for link in links)
+        self._can_stay = self._costs.device_update_seconds(0, self._costs.num_layers - 1) is not None
+        self._depend_on_first = self._all_depend_on_first()
         self.fused_start = lru_cache(maxsize=None)(self._fused_start)
+        self._longest = lru_cache(maxsize=None)(self._longest_path)
+        self._savings = lru_cache(maxsize=None)(self._find_savings)
+
+    def seconds(self, shape: Shape, forward_size: int, backward_size: int) -> float:
+        """No plan with these replicas and microbatch sizes is faster."""
+        largest, end = self.fused_start(backward_size), self._costs.num_layers
+        if largest >= end:
+            return float("inf")
+        if forward_size != backward_size:
+            return self._with_fused(shape, forward_size, backward_size, largest, 0.0)
+        # a large fused pack spares its recompute, a small one leaves memory to keep others' activations: for every
+        # range of first layers the compute of the largest and the memory of the smallest
+        starts = sorted({round(largest + (end - largest) * k / NUM_STARTS) for k in range(NUM_STARTS + 1)})
+        return min(
+            self._with_fused(
+                shape, forward_size, backward_size, first, self._fused_bytes(last - 1, backward_size)
+            )
+            for first, last in pairwise(starts)
+        )
+
+    def _fused_bytes(self, start: int, size: int) -> int:
+        """What a fused pack takes of its device while it runs."""
+        costs, last = self._costs, self._costs.num_layers - 1
+        held = costs.weight_bytes(start, last) + costs.gradient_bytes(start, last)
+        return held + nbytes(costs.entering(start, last), size) + costs.backward_workspace(start, last, size)
+
+    def _with_fused(
+        self, shape: Shape, forward_size: int, backward_size: int, start: int, taken: float
+    ) -> float:
+        """The bound of plans whose fused pack spares what the one from `start` spares and takes so many bytes."""
+        tail = self.tail_seconds(shape)
+        path = self._path(shape, forward_size, backward_size, start)
+        work = self._work(shape, forward_size, backward_size, start)
+        up, down = self._least_in(shape, start), self._least_out()
+        least = max(path + tail, up / self._h2d, down / self._d2h)
+        if forward_size != backward_size:
+            return max(least, work + tail)
+        available = self._memory - shape.num_replicas * taken
+        low, high = least, max(least, work + tail)
+        for _ in range(30):
+            middle = (low + high) / 2
+            spared = self._spared_within(shape, backward_size, start, middle, tail, available)
+            if work + tail - spared / sum(self._scales) <= middle:
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _spared_within(
+        self, shape: Shape, size: int, start: int, period: float, tail: float, available: float
+    ) -> float:
+        """The most seconds of recompute that an iteration of `period` seconds can spare.
+
+        Of what is spared, some is on the devices when their last forward is over; the rest left before that, which
+        is before their backward. The more is spared the sooner backward is over: the largest fixed point counts.
+        """
+        costs, last = self._costs, self._costs.num_layers - 1
+        if self._is_shared_fairly:
+            moved = max(0.0, self._d2h * period - self._least_out())
+            return self._spared(start, size, available + moved)
+        backward = 0.0
+        for u, n in self._counts(shape, size):
+            backward += n * (costs.backward_seconds(0, last, u) + costs.forward_seconds(0, last, u))
+        spared = self._spared(start, size, float("inf"))
+        for _ in range(20):
+            before = spared
+            forward = len(self._scales) * (period - tail) - (backward - spared) / max(self._scales)
+            moved = self._fastest_d2h * max(0.0, forward)
+            spared = min(before, self._spared(start, size, available + moved))
+            if before - spared <= 1e-6 * before:
+                break
+        return spared
+
+    def tail_seconds(self, shape: Shape) -> float:
+        """Between the last backward of layer 0 and its next forward; 0 where layer 0 is not trained or not the first."""
+        costs = self._costs
+        gradients = costs.gradient_bytes(0, 0)
+        if not gradients or not self._depend_on_first:
+            return 0.0
+        reduced = 0.0
+        if shape.num_replicas > 1:
+            peers = self._problem.hardware.peer_bytes_per_second
+            rates = [peers] if isinstance(peers, float | int) else [r for row in peers or () for r in row]
+            reduced = gradients / max(rates) if rates else 0.0
+        through_host = gradients / self._fastest_d2h + costs.host_update_seconds(0, 0)
+        through_host += costs.weight_bytes(0, 0) / self._fastest_h2d
+        on_device = costs.device_update_seconds(0, 0)
+        if on_device is not None:
+            return reduced + min(through_host, on_device / max(self._scales))
+        return reduced + through_host
+
+    # ---- compute
+
+    def _work(self, shape: Shape, forward_size: int, backward_size: int, start: int) -> float:
+        """All compute and the idling at both ends, everything recomputed, over the speed of all devices."""
+        costs, last = self._costs, self._costs.num_layers - 1
+        work = 0.0
+        for u, n in self._counts(shape, backward_size):
+            work += n * (costs.forward_seconds(0, last, u) + costs.backward_seconds(0, last, u))
+        if start > 0:
+            counts = self._counts(shape, forward_size)
+            work += sum(n * costs.forward_seconds(0, start - 1, u) for u, n in counts)
+        if not self._costs.is_chain:
+            return work / sum(self._scales)
+        idle = 0.0
+        for share in shape.shares:
+            forward, backward = self._smallest(share, forward_size), self._smallest(share, backward_size)
+            for j in range(1, min(shape.num_stages, costs.num_layers)):
+                if j - 1 < start:
+                    idle += costs.forward_seconds(0, j - 1, forward)
+                idle += costs.backward_seconds(0, j - 1, backward)
+        return (work + idle * min(self._scales) / max(self._scales)) / sum(self._scales)
+
+    @staticmethod
+    def _counts(shape: Shape, size: int) -> list[tuple[int, int]]:
+        """(microbatch size, how many) over all replicas."""
+        found: list[tuple[int, int]] = []
+        for share in shape.shares:
+            full, rest = divmod(share, size)
+            found += [(size, full)] if full else []
+            found += [(rest, 1)] if rest else []
+        return found
+
+    @staticmethod
+    def _smallest(share: int, size: int) -> int:
+        """The samples of a replica's smallest microbatch."""
+        return share % size or min(size, share)
+
+    def _path(self, shape: Shape, forward_size: int, backward_size: int, start: int) -> float:
+        """One microbatch's way through the layers, and in a chain one layer's backward for all others of its replica."""
+        costs, layers = self._costs, range(self._costs.num_layers)
+        found = 0.0
+        for share in set(shape.shares):
+            f, b = self._smallest(share, forward_size), self._smallest(share, backward_size)
+            backward = [costs.backward_seconds(i, i, b) for i in layers]
+            path = self._longest(True, f, start) + self._longest(False, b, start)
+            others = -(-share // backward_size) - 1
+            again = 0.0 if forward_size == backward_size else 1.0
+            repeated = max(backward[i] + again * costs.forward_seconds(i, i, b) for i in layers)
+            if costs.is_chain:
+                path += others * repeated
+            found = max(found, path, (others + 1) * repeated)
+        return found / max(self._scales)
+
+    def _longest_path(self, is_forward: bool, size: int, start: int) -> float:
+        costs = self._costs
+        layers = range(costs.num_layers)
+        if not is_forward:
+            return longest_path(self._graph, [costs.backward_seconds(i, i, size) for i in layers])
+        seconds = [costs.forward_seconds(i, i, size) if i < start else 0.0 for i in layers]
+        return longest_path(self._graph, seconds)
+
+    def _spared(self, start: int, size: int, available: float) -> float:
+        """The most seconds of recompute that so many bytes of activations spare: a fractional knapsack."""
+        num_bytes, seconds = self._savings(start, size)
+        return float(np.interp(available, num_bytes, seconds))
+
+    def _find_savings(self, start: int, size: int) -> tuple[list[float], list[float]]:
+        """Running bytes and seconds of the layers below the fused pack, over the whole minibatch, the best a byte first."""
+        costs, problem = self._costs, self._problem
+        count = -(-problem.minibatch // size) + problem.num_devices  # rests of uneven replicas
+        found = []
+        for layer in range(start):
+            given = nbytes((t for t in costs.entering(layer, layer) if t.src != BATCH), size)
+            own = problem.minibatch / size * (costs.kept_bytes(layer, layer, size) - given)
+            found.append((count * costs.forward_seconds(layer, layer, size), own))
+        # a layer that needs no bytes of its own makes room for others
+        free = [item for item in found if item[1] <= 0]
+        found = sorted(
+            (item for item in found if item[1] > 0), key=lambda item: item[0] / item[1], reverse=True
+        )
+        num_bytes, seconds = [sum(own for _, own in free)], [sum(spared for spared, _ in free)]
+        for spared, own in found:
+            num_bytes.append(num_bytes[-1] + own)
+            seconds.append(seconds[-1] + spared)
+        return num_bytes, seconds
+
+    # ---- links
+
+    def _least_in(self, shape: Shape, start: int) -> float:
+        """Bytes that must come in: the batch, weights once, and a second time where they cannot stay in between."""
+        costs, last = self._costs, self._costs.num_layers - 1
+        batch = nbytes((t for t in costs.tensors if t.src == BATCH), self._problem.minibatch)
+        weights = shape.num_replicas * costs.weight_bytes(0, last)
+        again = shape.num_replicas * costs.weight_bytes(0, start - 1) if start else 0
+        if self._can_stay:
+            return batch + max(0, weights + again - 2 * self._memory)
+        return batch + self._trained_share() * weights + max(0, again - self._memory)
+
+    def _least_out(self) -> float:
+        trained = self._costs.gradient_bytes(0, self._costs.num_layers - 1)
+        return max(0, trained - self._memory) if self._can_stay else trained
+
+    def _trained_share(self) -> float:
+        """Of the weights, those that change every iteration: frozen ones may stay."""
+        costs = self._costs
+        total = costs.weight_bytes(0, costs.num_layers - 1)
+        trained = sum(costs.weight_bytes(i, i) for i in range(costs.num_layers) if costs.gradient_bytes(i, i))
+        return trained / total if total else 0.0
+
+    def _total_rate(self, direction: str) -> float:
+        problem = self._problem
+        devices = problem.hardware.devices[: problem.num_devices]
+        total = 0.0
+        for index in {device.host_link for device in devices}:
+            link = problem.hardware.host_links[index]
+            users = sum(device.host_link == index for device in devices)
+            rate = link.h2d_bytes_per_second if direction == "h2d" else link.d2h_bytes_per_second
+            total += rate * (users if link.sharing == "none" else 1)
+        return total
 
     def _device_rate(self, device: int, direction: str) -> float:
-        spec = self._problem.hardware.devices[device]
-        link = self._problem.hardware.host_links[spec.host_link]
-        users = sum(
-            d.host_link == spec.host_link for d in self._problem.hardware.devices[: self._problem.num_devices]
-        )
+        devices = self._problem.hardware.devices[: self._problem.num_devices]
+        link = self._problem.hardware.host_links[devices[device].host_link]
+        users = sum(other.host_link == devices[device].host_link for other in devices)
         rate = link.h2d_bytes_per_second if direction == "h2d" else link.d2h_bytes_per_second
         # a fair link gives its whole rate to the only one that is busy
         return rate / users if link.sharing == "static" else rate
 
+    # ---- structure
+
     def _fused_start(self, size: int) -> int:
         """First layer of the largest last pack that fits some device; num_layers where none does."""
-        limit, last = max(self._problem.limits), self._costs.num_layers - 1
-        start = last + 1
-        while start > 0:
-            first = start - 1
-            needed = self._costs.weight_bytes(first, last) + self._costs.gradient_bytes(first, last)
-            given = nbytes((t for t in self._costs.entering(first, last)), size)
-            if needed + given + self._costs.backward_workspace(first, last, size) > limit:
+        limit, start = max(self._problem.limits), self._costs.num_layers
+        for first in range(start - 1, -1, -1):
+            if self._costs.weight_bytes(first, self._costs.num_layers - 1) > limit:
                 break
-            start = first
+            if self._fused_bytes(first, size) <= limit:
+                start = first
         return start
 
-    def tail_seconds(self) -> float:
-        """Between the last backward of layer 0 and its next forward; 0 where layer 0 is not trained."""
-        costs = self._costs
-        if not costs.gradient_bytes(0, 0):
-            return 0.0
-        down = costs.gradient_bytes(0, 0) / self._fastest_d2h
-        up = costs.weight_bytes(0, 0) / self._fastest_h2d
-        return down + costs.host_update_seconds(0, 0) + up
-
-    def seconds(self, forward_size: int, backward_size: int) -> float:
-        """No streamed wrap-around plan with these microbatch sizes is faster."""
-        start = self.fused_start(backward_size)
-        if start > self._costs.num_layers - 1:
-            return float("inf")
-        window = max(
-            self._work(forward_size, backward_size, start), self._path(forward_size, backward_size, start)
-        )
-        return max(window + self.tail_seconds(), self._link(start))
-
-    def _work(self, forward_size: int, backward_size: int, start: int) -> float:
-        costs, devices, last = self._costs, len(self._scales), self._costs.num_layers - 1
-        forward, backward = self._counts(forward_size), self._counts(backward_size)
-        work = sum(
-            n * (costs.forward_seconds(0, last, u) + costs.backward_seconds(0, last, u)) for u, n in backward
-        )
-        if start > 0:
-            work += sum(n * costs.forward_seconds(0, start - 1, u) for u, n in forward)
-        idle = 0.0
-        if costs.is_chain:
-            for j in range(1, min(devices, costs.num_layers)):
-                if j - 1 < start:
-                    idle += costs.forward_seconds(0, j - 1, forward_size)
-                idle += min(costs.backward_seconds(0, j - 1, u) for u, _ in backward)
-        return (
-            (work + idle / max(self._scales)) / sum(self._scales) if devices > 1 else work / self._scales[0]
-        )
-
-    def _counts(self, size: int) -> list[tuple[int, int]]:
-        """(microbatch size, how many) of the minibatch."""
-        full, rest = divmod(self._problem.minibatch, size)
-        return [(size, full)] + ([(rest, 1)] if rest else [])
-
-    def _path(self, forward_size: int, backward_size: int, start: int) -> float:
-        """One microbatch's way through the layers, and in a chain one layer's backward for all the others."""
-        costs = self._costs
-        sizes = [u for u, _ in self._counts(forward_size)]
-        layers = range(costs.num_layers)
-        forward = [min(costs.forward_seconds(i, i, u) for u in sizes) if i < start else 0.0 for i in layers]
-        backward = [costs.backward_seconds(i, i, backward_size) for i in layers]
-        repeated = max(backward[i] + costs.forward_seconds(i, i, backward_size) for i in layers)
-        others = self._problem.minibatch // backward_size - 1
-        path = longest_path(self._graph, forward) + longest_path(self._graph, backward)
-        if costs.is_chain:
-            return (path + others * repeated) / max(self._scales)
-        return max(path, (others + 1) * repeated) / max(self._scales)
-
-    def _link(self, start: int) -> float:
-        costs, last = self._costs, self._costs.num_layers - 1
-        trained = costs.gradient_bytes(0, last)
-        batch = nbytes((t for t in costs.tensors if t.src == BATCH), self._problem.minibatch)
-        up = costs.weight_bytes(0, last) + batch
-        if start > 0:
-            up += costs.weight_bytes(0, start - 1)
-        return max(up / self._h2d, trained / self._d2h)
+    def _all_depend_on_first(self) -> bool:
+        """Whether every other layer takes, over differentiable tensors, something from layer 0."""
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from(range(self._costs.num_layers))
+        for tensor in self._costs.tensors:
+            if tensor.src != BATCH and tensor.differentiable:
+                graph.add_edges_from((tensor.src, consumer) for consumer in tensor.consumers)
+        return len(nx.descendants(graph, 0)) == self._costs.num_layers - 1

@@ -14,128 +14,14 @@ and way in, so small packs come out there by themselves (a ramp).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
 
 import numpy as np
 
-from planner.contract.cuts import nbytes
-from planner.search.problem import Problem
-
-Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
-Layers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
-
-Cuts = tuple[int, ...]
-"""First layers of packs, and behind them the end of the last one."""
-
-
-@dataclass(frozen=True)
-class PackModel:
-    """Packs [first, end) of one phase at one microbatch size.
-
-    seconds: [first, end] over the whole minibatch, growing along a row. fit_end[first]: the furthest end that fits.
-    """
-
-    seconds: Floats
-    fit_end: Layers
-    num_microbatches: float
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What each device has of its links, in bytes per second; peer is None on one device."""
-
-    h2d: float
-    d2h: float
-    peer: float | None
-
-
-class PackModels:
-    """The pack models of a problem: each layer range's bytes once, each phase and size on demand."""
-
-    def __init__(self, problem: Problem, rates: Rates) -> None:
-        self.problem = problem
-        self.rates = rates
-        self.num_layers = problem.costs.num_layers
-        self._given, self._handed = self._boundary_bytes()
-        costs = problem.costs
-        self._weights = _differences([costs.weight_bytes(0, i) for i in range(self.num_layers)])
-        self._gradients = _differences([costs.gradient_bytes(0, i) for i in range(self.num_layers)])
-
-    def _boundary_bytes(self) -> tuple[Floats, Floats]:
-        """Bytes per sample that enter and that leave each range [first, end)."""
-        shape = (self.num_layers, self.num_layers + 1)
-        given, handed = np.zeros(shape), np.zeros(shape)
-        for tensor in self.problem.costs.tensors:
-            low = tensor.src + 1
-            for consumer in tensor.consumers:
-                given[low : consumer + 1, consumer + 1 :] += tensor.bytes_per_sample
-                low = consumer + 1
-            if tensor.src >= 0:
-                handed[: tensor.src + 1, tensor.src + 1 : tensor.consumers[-1] + 1] += tensor.bytes_per_sample
-        return given, handed
-
-    def forward(self, size: int, slack: int) -> PackModel:
-        """Forward packs; slack: how many packs' weights must fit at a time."""
-        problem, costs, rates = self.problem, self.problem.costs, self.rates
-        count = problem.minibatch / size
-        seconds = count / problem.scale * _differences(costs.at(size).forward_seconds[1:])
-        moved = [self._weights / rates.h2d, problem.minibatch * self._handed / rates.d2h]
-        if rates.peer is not None:
-            moved.append(problem.minibatch * self._given / rates.peer)
-
-        def needed(first: int, end: int) -> float:
-            weights = costs.weight_bytes(first, end - 1) * slack
-            handed = nbytes(costs.leaving(first, end - 1), size)
-            given = nbytes(costs.entering(first, end - 1), size)
-            waiting = 2 * given + 2 * handed if rates.peer is not None else (count + 1) * max(given, handed)
-            return weights + waiting + costs.forward_workspace(first, end - 1, size)
-
-        return PackModel(np.maximum.reduce([seconds, *moved]), self._fit_end(needed), count)
-
-    def backward(self, size: int, slack: int) -> PackModel:
-        """Backward packs, each recomputing first; slack: how many packs' weights and gradients fit at a time."""
-        problem, costs, rates = self.problem, self.problem.costs, self.rates
-        count, at = problem.minibatch / size, problem.costs.at(size)
-        both = [f + b for f, b in zip(at.forward_seconds, at.backward_seconds, strict=True)]
-        seconds = count / problem.scale * _differences(both[1:])
-        up = self._weights + problem.minibatch * self._given
-        moved = [up / rates.h2d, self._gradients / rates.d2h]
-        if rates.peer is not None:
-            moved.append(problem.minibatch * self._given / rates.peer)
-
-        def needed(first: int, end: int) -> float:
-            held = (costs.weight_bytes(first, end - 1) + costs.gradient_bytes(first, end - 1)) * slack
-            given = nbytes(costs.entering(first, end - 1), size)
-            gradients = nbytes((t for t in costs.leaving(first, end - 1) if t.differentiable), size)
-            waiting = (
-                4 * given + 2 * gradients
-                if rates.peer is not None
-                else 2 * given + (count + 1) * max(given, gradients)
-            )
-            return held + waiting + costs.backward_workspace(first, end - 1, size)
-
-        return PackModel(np.maximum.reduce([seconds, *moved]), self._fit_end(needed), count)
-
-    def _fit_end(self, needed: Callable[[int, int], float]) -> Layers:
-        limit = min(self.problem.limits)
-        ends = np.arange(self.num_layers)
-        end = 0
-        for first in range(self.num_layers):
-            end = max(end, first)
-            while end < self.num_layers and needed(first, end + 1) <= limit:
-                end += 1
-            ends[first] = end
-        return ends
-
-
-def _differences(sums: Sequence[float]) -> Floats:
-    """[first, end]: what lies in [first, end), from the running sums behind each layer."""
-    prefix = np.concatenate([[0.0], np.asarray(sums, dtype=float)])
-    differences: Floats = prefix[None, :] - prefix[:-1, None]
-    return differences.clip(min=0.0)
+from planner.search.draft import Cuts
+from planner.search.pack_models import Floats, Indices, PackModel
 
 
 class Packing:
@@ -171,13 +57,13 @@ class Packing:
         grid = np.geomspace(low, high, 32) if high > low > 0 else ()
         return np.array(sorted(found | {float(cap) for cap in grid}))
 
-    def _reach(self, cap: float) -> Layers:
+    def _reach(self, cap: float) -> Indices:
         """reach[l]: the furthest end of one pack from l with at most `cap` seconds; l where not one layer fits."""
         within = (self.model.seconds <= cap * (1 + 1e-12)).sum(axis=1) - 1
-        return np.append(np.minimum(within, self.model.fit_end), self.num_layers)
+        return np.append(self.model.cuttable[np.minimum(within, self.model.fit_end)], self.num_layers)
 
     @staticmethod
-    def _jump(reach: Layers, times: int) -> Layers:
+    def _jump(reach: Indices, times: int) -> Indices:
         layers = np.arange(len(reach))
         for _ in range(times):
             layers = reach[layers]
@@ -185,7 +71,8 @@ class Packing:
 
     def cap_choices(self, count: int) -> list[int]:
         """About `count` of the caps, spread over their whole range, under which all layers can be covered."""
-        usable = [k for k in range(len(self.caps)) if (self.reach[k][:-1] > np.arange(self.num_layers)).all()]
+        starts = np.unique(self.model.cuttable)[:-1]
+        usable = [k for k in range(len(self.caps)) if (self.reach[k][starts] > starts).all()]
         picks = np.linspace(0, len(usable) - 1, min(count, len(usable)))
         return [usable[round(pick)] for pick in picks] if usable else []
 
@@ -194,7 +81,7 @@ class Packing:
         seconds = np.full(self.num_layers + 1, np.inf)
         seconds[0] = 0.0
         came_from = np.full(self.num_layers + 1, -1)
-        for start in range(self.num_layers):
+        for start in np.unique(self.model.cuttable)[:-1]:
             ends = self.round_reach[: cap + 1, start]
             if not np.isfinite(seconds[start]) or ends[-1] <= start:
                 continue
@@ -208,12 +95,12 @@ class Packing:
                         for k, end in zip(smallest, targets, strict=True)
                     ]
                 )
-            better = total < seconds[targets]
+            better = (total < seconds[targets]) & (self.model.cuttable[targets] == targets)
             seconds[targets] = np.where(better, total, seconds[targets])
             came_from[targets] = np.where(better, start, came_from[targets])
         return Prefixes(self, cap, seconds, came_from)
 
-    def round_cuts(self, start: int, end: int, reaches: Layers) -> Cuts:
+    def round_cuts(self, start: int, end: int, reaches: Indices) -> Cuts:
         """The cuts of one round over [start, end): filled in turn under the smallest cap that covers it, evened out."""
         cap = int(np.searchsorted(reaches[:, start], end))
         cuts = [start]
@@ -229,7 +116,7 @@ class Prefixes:
     packing: Packing
     cap: int
     seconds: Floats
-    came_from: Layers
+    came_from: Indices
 
     @property
     def cap_seconds(self) -> float:
@@ -260,8 +147,10 @@ class Fused:
         caps = packing.caps[: cap + 1]
         for start in range(num_layers - 1, -1, -1):
             fused = packing.model.seconds[start, num_layers]
-            if packing.model.fit_end[start] < num_layers or fused > prefixes.cap_seconds:
+            if fused > prefixes.cap_seconds:
                 break
+            if packing.model.fit_end[start] < num_layers or packing.model.cuttable[start] != start:
+                continue
             # lowest layer from which N - 1 packs reach the fused one, for each cap
             below = np.array(
                 [reach[: start + 1].searchsorted(start) for reach in packing.partial_reach[: cap + 1]]
@@ -285,7 +174,7 @@ def balanced(model: PackModel, cuts: Cuts) -> Cuts:
         worst = max(range(len(sizes)), key=sizes.__getitem__)
         best: tuple[list[float], list[int]] | None = None
         for shifted in _shifts(current, worst):
-            if not all(b <= model.fit_end[a] for a, b in pairwise(shifted)):
+            if not all(b <= model.fit_end[a] and b == model.cuttable[b] for a, b in pairwise(shifted)):
                 continue
             key = sorted((float(model.seconds[a, b]) for a, b in pairwise(shifted)), reverse=True)
             if key < sorted(sizes, reverse=True) and (best is None or key < best[0]):

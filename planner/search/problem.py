@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal
 
 from planner.contract.costs import Costs
 from planner.contract.errors import HarmonyError
@@ -69,22 +71,79 @@ class Problem:
         """Whether forward and backward must see the same microbatches."""
         return any(layer.stochastic or layer.batch_coupled for layer in self.profile.layers)
 
-    def sizes(self) -> list[int]:
-        """Microbatch sizes worth looking at: the divisors of the minibatch, all even splits where those are few."""
-        largest = min(*largest_microbatch(self.profile), self.minibatch)
-        divisors = [u for u in range(1, largest + 1) if self.minibatch % u == 0]
-        splits = {-(-self.minibatch // m) for m in range(1, self.minibatch + 1)}
+    def shapes(self, mode: str = "any") -> list[Shape]:
+        """The ways to split the devices into replicas of a pipeline, one pipeline first."""
+        counts = [r for r in range(1, self.num_devices + 1) if self.num_devices % r == 0]
+        found = [self.shape(r) for r in counts if r <= self.minibatch]
+        return [shape for shape in found if mode in ("any", shape.mode)]
+
+    def shape(self, num_replicas: int) -> Shape:
+        """`num_replicas` pipelines of equally many devices, each with samples by the speed of its devices."""
+        stages = self.num_devices // num_replicas
+        scales = [device.compute_scale for device in self.hardware.devices[: self.num_devices]]
+        speeds = [sum(scales[r * stages : (r + 1) * stages]) for r in range(num_replicas)]
+        wanted = [self.minibatch * speed / sum(speeds) for speed in speeds]
+        shares = [max(1, int(share)) for share in wanted]
+        by_need = sorted(range(num_replicas), key=lambda r: (shares[r] - wanted[r], r))
+        for k in range(self.minibatch - sum(shares)):
+            shares[by_need[k % num_replicas]] += 1
+        while sum(shares) > self.minibatch:
+            shares[max(range(num_replicas), key=lambda r: shares[r])] -= 1
+        return Shape(num_replicas, stages, tuple(shares))
+
+    def sizes(self, samples: int | None = None) -> list[int]:
+        """Microbatch sizes worth looking at for this many samples (default: the minibatch): its divisors, all even
+        splits where those are few."""
+        samples = samples or self.minibatch
+        largest = min(*largest_microbatch(self.profile), samples)
+        divisors = [u for u in range(1, largest + 1) if samples % u == 0]
+        splits = {-(-samples // m) for m in range(1, samples + 1)}
         sizes = divisors if len(divisors) >= 4 else sorted(u for u in splits if u <= largest)
         if not sizes:
             raise HarmonyError(f"minibatch of {self.minibatch} samples: it must be at least 1")
         return sizes
 
-    def size_pairs(self) -> list[tuple[int, int]]:
+    def size_pairs(self, samples: int | None = None) -> list[tuple[int, int]]:
         """(forward, backward) microbatch sizes."""
-        sizes = self.sizes()
+        sizes = self.sizes(samples)
         return [(f, b) for f in sizes for b in sizes if f == b or not self.is_coupled]
 
 
-def ranges(minibatch: int, size: int) -> tuple[Samples, ...]:
+@dataclass(frozen=True)
+class Shape:
+    """num_replicas pipelines of num_stages devices; shares: the samples of each replica."""
+
+    num_replicas: int
+    num_stages: int
+    shares: tuple[int, ...]
+
+    @property
+    def samples(self) -> int:
+        """The most that one replica has."""
+        return max(self.shares)
+
+    @property
+    def mode(self) -> Literal["pp", "dp", "hybrid"]:
+        if self.num_replicas == 1:
+            return "pp"
+        return "dp" if self.num_stages == 1 else "hybrid"
+
+    @property
+    def replicas(self) -> tuple[Samples, ...]:
+        """Each replica's sample range; empty where there is one, as in a Configuration."""
+        ends = list(accumulate(self.shares, initial=0))
+        return tuple(pairwise(ends)) if self.num_replicas > 1 else ()
+
+    def microbatches(self, size: int) -> tuple[Samples, ...]:
+        """Ranges of `size` samples over all replicas; each replica's last one may be smaller."""
+        starts = accumulate(self.shares, initial=0)
+        return tuple(
+            (start + first, start + end)
+            for start, share in zip(starts, self.shares, strict=False)
+            for first, end in ranges(share, size)
+        )
+
+
+def ranges(samples: int, size: int) -> tuple[Samples, ...]:
     """Microbatches of `size` samples; the last one may be smaller."""
-    return tuple((first, min(minibatch, first + size)) for first in range(0, minibatch, size))
+    return tuple((first, min(samples, first + size)) for first in range(0, samples, size))

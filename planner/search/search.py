@@ -1,85 +1,56 @@
-"""Find the fastest schedule: packs for every pair of microbatch sizes, ranked by estimate, decided by simulation.
+"""Find the fastest schedule: drafts by dynamic programming, ranked and refined by sketch, decided by simulation.
 
+    shapes     one pipeline, replicas of one device, or replicas of shorter pipelines
     sizes      pairs of forward and backward microbatch sizes, cut off by their bound
     packs      the packing DP per size and phase, joined at the fused pack, for several numbers of rounds
-    rank       by estimated seconds
-    simulate   lower and simulate in that order until the node budget is spent; the simulator decides
+    sketch     the most promising by estimate; the best of them refined by moving their cuts
+    simulate   lower and simulate in that order; the simulator decides
 
-The answer says the smallest bound over all size pairs: no streamed wrap-around plan is faster.
+The answer says the smallest bound over all shapes and sizes: no plan in the space is faster.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
-import msgspec
-import numpy as np
-
-from planner.contract.actions import Backward, Forward, Lanes
 from planner.contract.errors import HarmonyError, InfeasibleError, VerifyError
-from planner.contract.hardware import Hardware, peer_rate
-from planner.contract.memory import peaks
-from planner.contract.precedence import Graph
-from planner.contract.profile import Profile, model_hash
-from planner.contract.rules import Rules
-from planner.contract.schedule import (
-    BackwardPack,
-    Configuration,
-    DevicePrediction,
-    ForwardPack,
-    Microbatches,
-    PlannedFor,
-    Predicted,
-    Programs,
-    Schedule,
-    print_program,
-)
-from planner.contract.verify import check_memory
-from planner.lower import lower
+from planner.contract.hardware import Hardware
+from planner.contract.profile import Profile
 from planner.search.bounds import Bounds
-from planner.search.packing import Cuts, Fused, Packing, PackModels, Prefixes, Rates
-from planner.search.problem import Problem, Progress, Result, ranges
-from planner.simulate import Run, Timing, run, summarize
+from planner.search.candidates import Candidate, candidates, seeds
+from planner.search.draft import Cuts, Draft, configure
+from planner.search.outcome import Outcome, check_fits, evaluate, make_schedule, what_limits
+from planner.search.pack_models import PackModels, Points
+from planner.search.placement import place
+from planner.search.problem import Problem, Progress, Result, Shape
+from planner.search.refine import Refinement
+from planner.search.sketch import INFEASIBLE, Sketcher
 
-NODE_BUDGET = 70_000
-"""Actions simulated in one search: a few seconds."""
-NUM_CAPS = 10
-"""How many caps on the pack are tried per size and phase."""
+MODES = ("any", "pp", "dp", "hybrid")
+ACTIVATIONS = ("any", "recompute")
+SEED_BUDGET = 500_000
+SKETCH_BUDGET = 400_000
+COUNT_BUDGET = 700_000
+MOVE_BUDGET = 600_000
+CHOICE_BUDGET = 300_000
+"""Microbatch steps sketched to look at seeds, at candidates, at other numbers of packs, at other cuts: about a third
+of a second each."""
+NODE_BUDGET = 30_000
+"""Actions simulated in one search: a second or two."""
+NUM_PACKED = 10
+NUM_PER_GROUP = 3
+NUM_COUNTED = 5
+NUM_MOVED = 3
+PLACED_TASKS = 20
+MAX_SIMULATED = 40
+MAX_RETRIES = 6
+TIGHTER = 0.98
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """A pair of microbatch sizes, and where to read its packs: from prefixes, up to where the fused pack begins."""
-
-    forward_size: int
-    backward_size: int
-    forward: Prefixes | None
-    backward: Fused
-    start: int
-    estimate_seconds: float
-
-    @cached_property
-    def forward_cuts(self) -> Cuts:
-        return self.forward.cuts(self.start) if self.forward is not None and self.start > 0 else (0,)
-
-    @cached_property
-    def backward_cuts(self) -> Cuts:
-        return self.backward.cuts(self.start)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A candidate that was lowered and simulated."""
-
-    rules: Rules
-    lanes: Lanes
-    graph: Graph
-    timing: Timing
-    run: Run
+Group = tuple[Shape, int, int, tuple[bool, bool]]
+"""A shape, the microbatch sizes, whether it is reflected and whether it may offload."""
 
 
 def plan(
@@ -88,73 +59,85 @@ def plan(
     *,
     minibatch: int,
     mode: str = "any",
+    activations: str = "any",
     num_devices: int | None = None,
     time_limit_seconds: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Result:
     """The fastest schedule for a minibatch.
 
-    num_devices: use this many, None: all of them. Raises HarmonyError for a request that makes no sense; a model
+    mode: one pipeline (pp), replicas of one device (dp), replicas of pipelines (hybrid), or the best of all (any).
+    activations: `recompute` always, or also keep and offload them (any). num_devices: use this many, None: all of
+    them. time_limit_seconds: return the best found by then; without it, same inputs give the same plan. Raises HarmonyError for a request that makes no sense; a model
     that does not fit is a Result with status `infeasible`.
     """
-    if mode not in ("any", "pp"):
-        raise HarmonyError(f"--mode {mode}: this version plans pp; leave --mode out or say pp")
+    if mode not in MODES:
+        raise HarmonyError(f"--mode {mode}: there is no such mode; use one of {', '.join(MODES)}")
+    if activations not in ACTIVATIONS:
+        raise HarmonyError(f"--activations {activations}: use one of {', '.join(ACTIVATIONS)}")
     if minibatch < 1:
         raise HarmonyError(f"--minibatch {minibatch}: at least one sample is needed")
     available = len(hardware.devices)
     if num_devices is not None and not 1 <= num_devices <= available:
         raise HarmonyError(f"--devices {num_devices}: the hardware has {available}")
     problem = Problem(profile, hardware, minibatch, num_devices or available)
-    return _Search(problem, time_limit_seconds, progress or (lambda _: None)).solve()
+    shapes = problem.shapes(mode)
+    if not shapes:
+        raise HarmonyError(
+            f"--mode {mode}: {problem.num_devices} devices and a minibatch of {minibatch} cannot be split that way; "
+            f"use --mode any"
+        )
+    report = progress or (lambda _: None)
+    return _Search(problem, shapes, activations == "any", time_limit_seconds, report).solve()
 
 
 class _Search:
     def __init__(
-        self, problem: Problem, time_limit: float | None, report: Callable[[Progress], None]
+        self,
+        problem: Problem,
+        shapes: list[Shape],
+        may_keep: bool,
+        time_limit: float | None,
+        report: Callable[[Progress], None],
     ) -> None:
         self.problem = problem
+        self.may_keep = may_keep
         self.report = report
         self.started = time.monotonic()
         self.time_limit = time_limit
-        self.rates = _rates(problem)
-        self.models = PackModels(problem, self.rates)
+        points = Points(problem)
+        self.models = {shape: PackModels(problem, shape, points) for shape in shapes}
+        self.sketchers = {shape: Sketcher(models) for shape, models in self.models.items()}
         self.bounds = Bounds(problem)
+        self.sketched: dict[Draft, float] = {}
+        self.ordered: list[tuple[float, tuple[Shape, int, int]]] = []
+        self.lower_bound = 0.0
         self.best: Outcome | None = None
         self.last_fault = ""
 
     def solve(self) -> Result:
-        pairs = self.problem.size_pairs()
-        bounds = {pair: self.bounds.seconds(*pair) for pair in pairs}
-        lower_bound = min(bounds.values())
-        candidates = self._candidates(pairs)
-        simulated, nodes = 0, 0
-        seen: set[tuple[int, int, Cuts, Cuts]] = set()
-        for candidate in candidates:
-            if nodes > NODE_BUDGET or self._is_late():
+        self._bound()
+        self._sketch_seeds()
+        self._sketch_candidates()
+        drafts = self._refined()
+        simulated, nodes, retries = 0, 0, MAX_RETRIES
+        while drafts and nodes <= NODE_BUDGET and not self._is_late():
+            sketched, draft = drafts.pop(0)
+            if self.best is not None and sketched >= self.best.seconds:
                 break
-            if (
-                self.best is not None
-                and bounds[candidate.forward_size, candidate.backward_size] >= self.best.run.period_seconds
-            ):
-                continue
-            key = (
-                candidate.forward_size,
-                candidate.backward_size,
-                candidate.forward_cuts,
-                candidate.backward_cuts,
-            )
-            if key in seen:
-                continue
-            seen.add(key)
-            nodes += self._try(candidate)
+            before = self.best
+            nodes += self._try(draft)
             simulated += 1
-            best_seconds = self.best.run.period_seconds if self.best else None
-            self.report(Progress(simulated, len(candidates), best_seconds))
-        elapsed = time.monotonic() - self.started
-        if self.best is None:
-            return Result(
-                "infeasible", None, float("inf"), lower_bound, self._explain_infeasible(), elapsed, simulated
+            self.report(
+                Progress(simulated, simulated + len(drafts), self.best.seconds if self.best else None)
             )
+            if self.best is before and retries:
+                retries -= 1
+                drafts = sorted([self._tightened(draft), *drafts], key=lambda item: item[0])
+        elapsed, lower_bound = time.monotonic() - self.started, self.lower_bound
+        if self.best is None:
+            reason = self._explain_infeasible()
+            return Result("infeasible", None, float("inf"), lower_bound, reason, elapsed, simulated)
         schedule = make_schedule(self.problem, self.best, lower_bound)
         seconds = schedule.predicted.iteration_seconds
         return Result("found", schedule, seconds, lower_bound, "", elapsed, simulated, what_limits(self.best))
@@ -162,73 +145,135 @@ class _Search:
     def _is_late(self) -> bool:
         return self.time_limit is not None and time.monotonic() - self.started > self.time_limit
 
-    # ---- candidates
+    # ---- drafts
 
-    def _candidates(self, pairs: list[tuple[int, int]]) -> list[Candidate]:
-        """The most promising first."""
+    def _bound(self) -> None:
+        """Bounds of all shapes and pairs of sizes, the most promising first."""
+        found = [
+            (self.bounds.seconds(shape, *pair), (shape, *pair))
+            for shape in self.models
+            for pair in self.problem.size_pairs(shape.samples)
+        ]
+        self.lower_bound = min(bound for bound, _ in found)
+        self.ordered = sorted(found, key=lambda item: item[0])
+
+    def _sketch(self, draft: Draft) -> None:
+        if draft not in self.sketched:
+            self.sketched[draft] = self.sketchers[draft.shape].seconds(draft)
+
+    def _is_spent(self, limit: int) -> bool:
+        return self._steps() > limit or self._is_late()
+
+    def _sketch_seeds(self) -> None:
+        """Evened out drafts of the most promising shapes and sizes."""
+        for bound, (shape, forward_size, backward_size) in self.ordered:
+            if self._is_spent(SEED_BUDGET) or bound >= min(self.sketched.values(), default=INFEASIBLE):
+                break
+            for draft in seeds(self.sketchers[shape], forward_size, backward_size, self.may_keep):
+                self._sketch(draft)
+
+    def _sketch_candidates(self) -> None:
+        """Drafts from the packing, for the sizes that the bound does not rule out: the first few of each, then the
+        most promising by estimate."""
+        best = min(self.sketched.values(), default=INFEASIBLE)
+        promising = [group for bound, group in self.ordered if bound < best][:NUM_PACKED]
         found: list[Candidate] = []
-        for slack in (2, 1):
-            forward = {u: self._prefixes(u, slack, True) for u in sorted({f for f, _ in pairs})}
-            backward = {
-                u: [Fused(prefixes) for prefixes in self._prefixes(u, slack, False)]
-                for u in sorted({b for _, b in pairs})
-            }
-            for f, b in pairs:
-                found += self._joined(f, b, forward[f], backward[b])
-        return sorted(found, key=lambda c: c.estimate_seconds)
+        for shape, models in self.models.items():
+            pairs = [(f, b) for other, f, b in promising if other == shape]
+            if pairs and not self._is_late():
+                found += candidates(models, pairs)
+        rank: Counter[tuple[Shape, int, int]] = Counter()
+        ordered = []
+        for candidate in sorted(found, key=lambda c: c.estimate_seconds):
+            group = candidate.shape, candidate.forward_size, candidate.backward_size
+            ordered.append((max(0, rank[group] - NUM_PER_GROUP), candidate.estimate_seconds, candidate))
+            rank[group] += 1
+        limit = self._steps() + SKETCH_BUDGET
+        for _, _, candidate in sorted(ordered, key=lambda item: item[:2]):
+            if self._is_spent(limit):
+                break
+            self._sketch(candidate.draft())
 
-    def _prefixes(self, size: int, slack: int, is_forward: bool) -> list[Prefixes]:
-        model = self.models.forward(size, slack) if is_forward else self.models.backward(size, slack)
-        packing = Packing(model, self.problem.num_devices, (lambda _: 0.0) if is_forward else self._tail)
-        return [packing.prefixes(cap) for cap in packing.cap_choices(NUM_CAPS)]
+    def _steps(self) -> int:
+        return sum(sketcher.steps for sketcher in self.sketchers.values())
 
-    def _tail(self, end: int) -> float:
-        """Gradients out, update and weights in of the last-run pack [0, end), between two iterations."""
-        costs, rates = self.problem.costs, self.rates
-        moved = costs.gradient_bytes(0, end - 1) / rates.d2h + costs.weight_bytes(0, end - 1) / rates.h2d
-        return moved + costs.host_update_seconds(0, end - 1)
+    def _refined(self) -> list[tuple[float, Draft]]:
+        """All drafts by their sketch, the best of each group with better packs."""
+        sketched = sorted(
+            ((seconds, draft) for draft, seconds in self.sketched.items()), key=lambda item: item[0]
+        )
+        groups: dict[Group, Refinement] = {}
+        for seconds, draft in sketched:
+            kind = draft.reflected, draft.may_offload
+            group = draft.shape, draft.forward_size, draft.backward_size, kind
+            of_kind = sum(other[-1] == kind for other in groups)
+            if group not in groups and of_kind < NUM_COUNTED and seconds < INFEASIBLE:
+                groups[group] = Refinement(self.sketchers[draft.shape], draft, seconds)
+        for refinement in groups.values():
+            if not self._is_late():
+                refinement.count_packs(COUNT_BUDGET // len(groups))
+        best = sorted(groups.values(), key=lambda r: r.seconds)
+        for refinement in best[:NUM_MOVED]:
+            if not self._is_late():
+                refinement.move_cuts(MOVE_BUDGET // NUM_MOVED)
+        refined = [(r.seconds, r.draft) for r in best]
+        if self.may_keep:
+            refined += self._placed(best)
+            limit = self._steps() + CHOICE_BUDGET
+            for refinement in best:
+                if not self._is_spent(limit):
+                    refinement.move_choices(CHOICE_BUDGET // NUM_MOVED)
+            refined += [(r.seconds, r.draft) for r in best]
+        return [
+            (seconds, self.sketchers[draft.shape].filled(draft))
+            for seconds, draft in sorted([*refined, *sketched], key=lambda item: item[0])[:MAX_SIMULATED]
+            if seconds < INFEASIBLE
+        ]
 
-    def _joined(self, f: int, b: int, forward: list[Prefixes], backward: list[Fused]) -> Iterator[Candidate]:
-        """Forward rounds below a fused pack, the round that begins with it, backward rounds down to layer 0."""
-        devices, samples = self.problem.num_devices, self.problem.minibatch
-        forward_stretch = max(1.0, devices * f / samples)
-        backward_stretch = max(1.0, devices * b / samples)
-        nothing = np.full(self.problem.costs.num_layers + 1, np.inf)
-        nothing[0] = 0.0
-        for fused in backward:
-            for up in forward or (None,):
-                before = nothing if up is None else up.seconds
-                lag = (
-                    max(up.cap_seconds * f if up else 0.0, fused.prefixes.cap_seconds * b)
-                    * (devices - 1)
-                    / samples
-                )
-                totals = before[:-1] * forward_stretch + fused.seconds * backward_stretch + lag
-                start = int(np.argmin(totals))
-                if not np.isfinite(totals[start]):
-                    continue
-                yield Candidate(f, b, up, fused, start, float(totals[start]))
+    def _placed(self, best: list[Refinement]) -> list[tuple[float, Draft]]:
+        """The best drafts of different kinds with what stays and what goes placed by integer program."""
+        found = []
+        seen: set[tuple[Shape, int, Cuts]] = set()
+        tasks = 0
+        for refinement in best:
+            draft, sketcher = refinement.draft, self.sketchers[refinement.draft.shape]
+            if draft.num_forward == 0 or draft.forward_size != draft.backward_size or self._is_late():
+                continue
+            same = replace(draft, forward_cuts=draft.backward_cuts[:-1], reflected=True)
+            if (draft.shape, draft.forward_size, draft.backward_cuts) in seen or tasks >= PLACED_TASKS:
+                continue
+            seen.add((draft.shape, draft.forward_size, draft.backward_cuts))
+            tasks += draft.num_forward + draft.num_backward
+            placed = place(same, sketcher.maker)
+            if placed is not None:
+                found.append((sketcher.seconds(placed), placed))
+        return found
+
+    def _tightened(self, draft: Draft) -> tuple[float, Draft]:
+        """A draft that did not fit after all, mended for a little less memory."""
+        sketcher = self.sketchers[draft.shape]
+        limits = list(sketcher.maker.limits)
+        sketcher.maker.limits = [int(limit * TIGHTER) for limit in limits]
+        refinement = Refinement(sketcher, replace(draft, kept=(), offloaded=()) if draft.reflected else draft)
+        refinement.move_cuts(MOVE_BUDGET // 10)
+        mended = sketcher.filled(refinement.draft)
+        sketcher.maker.limits = limits
+        return refinement.seconds, mended
 
     # ---- simulation
 
-    def _try(self, candidate: Candidate) -> int:
+    def _try(self, draft: Draft) -> int:
         """Lower and simulate; keep it if it is the best. Returns how many actions that took."""
-        configuration = configure(self.problem, candidate)
         try:
-            outcome = evaluate(self.problem, configuration)
+            outcome = evaluate(self.problem, configure(self.problem, draft))
+            count = len(outcome.graph.actions)
+            if self.best is None or outcome.seconds < self.best.seconds * (1 - 1e-9):
+                check_fits(self.problem, outcome)
+                self.best = outcome
         except (InfeasibleError, VerifyError) as fault:
             self.last_fault = self.last_fault or str(fault)
             return 2_000
-        if self.best is None or outcome.run.period_seconds < self.best.run.period_seconds * (1 - 1e-9):
-            try:
-                check_memory(
-                    peaks(outcome.graph, self.problem.num_devices), outcome.rules, self.problem.hardware
-                )
-            except InfeasibleError as fault:
-                self.last_fault = self.last_fault or str(fault)
-                return 2 * len(outcome.graph.actions)
-            self.best = outcome
-        return len(outcome.graph.actions)
+        return count
 
     def _explain_infeasible(self) -> str:
         """The layer that fits no device, or what was over the limit in the last plan that was tried."""
@@ -242,95 +287,3 @@ class _Search:
                 )
         fault = self.last_fault or f"no packs fit {limit} bytes per device at any microbatch size"
         return f"{fault}; try a smaller minibatch, more memory per device, or more devices"
-
-
-def configure(problem: Problem, candidate: Candidate) -> Configuration:
-    """Wrap-around placement: in the order in which packs run, pack i on device i mod N."""
-    devices = problem.num_devices
-    forward = tuple(
-        ForwardPack(a, b - 1, i % devices) for i, (a, b) in enumerate(_packs(candidate.forward_cuts))
-    )
-    spans = _packs(candidate.backward_cuts)
-    last = len(forward) + len(spans) - 1
-    backward = tuple(BackwardPack(a, b - 1, (last - i) % devices) for i, (a, b) in enumerate(spans))
-    microbatches = Microbatches(
-        ranges(problem.minibatch, candidate.forward_size), ranges(problem.minibatch, candidate.backward_size)
-    )
-    return Configuration("pp", devices, problem.minibatch, microbatches, forward, backward)
-
-
-def evaluate(problem: Problem, configuration: Configuration) -> Outcome:
-    """Lower and simulate a configuration. Raises InfeasibleError or VerifyError (a deadlock)."""
-    rules = Rules(problem.profile, configuration, problem.costs)
-    lanes = lower(rules, problem.limits)
-    graph = Graph(lanes, rules)
-    timing = Timing(rules, problem.hardware)
-    return Outcome(rules, lanes, graph, timing, run(graph, timing))
-
-
-def make_schedule(problem: Problem, outcome: Outcome, lower_bound: float) -> Schedule:
-    """The file of an outcome, with what each pack is planned to take."""
-    rules, timing = outcome.rules, outcome.timing
-    forward = tuple(
-        msgspec.structs.replace(
-            pack,
-            seconds=tuple(timing.compute_seconds(Forward(p, j)) for j in range(len(rules.forward_samples))),
-        )
-        for p, pack in enumerate(rules.forward_packs)
-    )
-    backward = tuple(
-        msgspec.structs.replace(
-            pack,
-            seconds=tuple(timing.compute_seconds(Backward(b, i)) for i in range(len(rules.backward_samples))),
-            update_seconds=timing.update_seconds(b),
-        )
-        for b, pack in enumerate(rules.backward_packs)
-    )
-    devices = tuple(
-        DevicePrediction(d.peak_bytes, d.swap_in_bytes, d.swap_out_bytes, d.peer_bytes)
-        for d in summarize(outcome.graph, outcome.lanes)
-    )
-    profile = problem.profile
-    seconds = outcome.run.period_seconds
-    return Schedule(
-        profile=PlannedFor(profile.model, model_hash(profile), profile.dtype, profile.optimizer),
-        hardware=problem.hardware,
-        configuration=msgspec.structs.replace(
-            rules.configuration, forward_packs=forward, backward_packs=backward
-        ),
-        predicted=Predicted(seconds, min(lower_bound, seconds), rules.host_bytes(), devices),
-        programs=Programs(print_program(outcome.lanes)),
-    )
-
-
-def what_limits(outcome: Outcome) -> str:
-    """The stream that is busy for the largest share of the iteration."""
-    busy: dict[tuple[int, str], float] = {}
-    for node, action in enumerate(outcome.graph.actions):
-        lane = outcome.graph.lanes[outcome.graph.lane_of[node]]
-        key = lane.device, lane.stream
-        busy[key] = busy.get(key, 0.0) + outcome.timing.seconds(action)
-    (device, stream), seconds = max(busy.items(), key=lambda item: item[1])
-    share = seconds / outcome.run.period_seconds
-    idle = "" if share > 0.9 else ", the rest is waiting (few microbatches, filling, draining, update)"
-    return f"{stream} of gpu{device}, busy {share:.0%} of the iteration{idle}"
-
-
-def _packs(cuts: Cuts) -> list[tuple[int, int]]:
-    return list(pairwise(cuts))
-
-
-def _rates(problem: Problem) -> Rates:
-    """The slowest device's share of the host links, and the slowest hop of the ring."""
-    devices = problem.hardware.devices[: problem.num_devices]
-    h2d, d2h = [], []
-    for device in devices:
-        link = problem.hardware.host_links[device.host_link]
-        users = 1 if link.sharing == "none" else sum(d.host_link == device.host_link for d in devices)
-        h2d.append(link.h2d_bytes_per_second / users)
-        d2h.append(link.d2h_bytes_per_second / users)
-    if len(devices) == 1:
-        return Rates(h2d[0], d2h[0], None)
-    hops = [peer_rate(problem.hardware, d, (d + 1) % len(devices)) for d in range(len(devices))]
-    through_host = 1 / (1 / min(h2d) + 1 / min(d2h))
-    return Rates(min(h2d), min(d2h), min(through_host if hop is None else hop for hop in hops))

@@ -46,7 +46,7 @@ def test_schedule_on_a_gpu_trains_as_plain_pytorch_on_the_cpu() -> None:
         host_links=(HostLink(2e10, 2e10),),
         host=Host(4 << 30, 4 << 30),
     )
-    schedule = plan(profile, hardware, minibatch=8).schedule
+    schedule = plan(profile, hardware, minibatch=8, mode="pp", activations="recompute").schedule
     assert schedule is not None
     options = RunOptions(MODEL, device="cuda", steps=3, settings=SETTINGS)
     measured = run_schedule(schedule, options)

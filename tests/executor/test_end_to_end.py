@@ -43,7 +43,7 @@ def trained(
         host=Host(4 << 30, 4 << 30, devices),
         peer_bytes_per_second=4e8,
     )
-    schedule = plan(profile, hardware, minibatch=8).schedule
+    schedule = plan(profile, hardware, minibatch=8, mode="pp", activations="recompute").schedule
     assert schedule is not None
     verify(schedule, profile, hardware)
     options = RunOptions(spec, steps=STEPS, optimizer="adamw", settings=SETTINGS)

@@ -71,7 +71,7 @@ def test_period_equals_an_event_driven_simulation(devices: int, skips: int) -> N
 
 def test_actions_take_bytes_over_the_rate_and_seconds_over_the_scale() -> None:
     profile, hardware = random_chain(Random(0), 4), server(2, rate=2e9, peer=4e9)
-    schedule = plan(profile, hardware, minibatch=4).schedule
+    schedule = plan(profile, hardware, minibatch=4, mode="pp").schedule
     assert schedule is not None
     rules = Rules(profile, schedule.configuration)
     timing = Timing(rules, hardware)
