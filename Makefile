@@ -90,17 +90,15 @@ demo-run:
 # ---- benchmarks
 
 BENCH := build/bench
-BENCH_MINIBATCH := 64
 BENCH_STEPS := 10
-PROFILES = $(wildcard profiles/models/*.json)
-SERVERS = $(wildcard profiles/hardware/*.json)
 
-bench-planner: $(READY) ## plan every profile in profiles/models on every server in profiles/hardware
-	@mkdir -p $(BENCH)
-	@for profile in $(PROFILES); do for server in $(SERVERS); do \
-		echo "== $$(basename $$profile .json) on $$(basename $$server .json), minibatch $(BENCH_MINIBATCH)"; \
-		$(PLANNER) plan $$profile $$server --minibatch $(BENCH_MINIBATCH) || [ $$? = 2 ] || exit 1; \
-	done; done
+# where measured profiles lie beside what another planner found on them
+REFERENCE ?= ../shared/reference
+# more arguments, e.g. --model bert_96 --devices 4, --memory 24GiB, --baselines
+BENCH_FLAGS ?=
+
+bench-planner: $(READY) ## plan the measured profiles in $(REFERENCE): times, bounds, gaps, beside the published planner's
+	$(BIN)/python -m planner.bench $(REFERENCE) $(BENCH_FLAGS)
 
 bench-executor: $(READY) ## planned against measured (make demo first): paced within 10 %, unpaced for information
 	@test -f $(DEMO)/2/planned.json || { echo 'bench-executor: run make demo first, its schedules are measured here' >&2; exit 2; }

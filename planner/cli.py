@@ -11,8 +11,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -25,10 +26,16 @@ from planner.compare import Comparison, compare
 from planner.contract import store
 from planner.contract.errors import FormatError, InfeasibleError, VerifyError
 from planner.contract.hardware import Hardware, budget_bytes
+from planner.contract.profile import Profile
 from planner.contract.schedule import Schedule
 from planner.contract.trace import Trace
 from planner.contract.units import format_bytes, format_seconds, parse_bytes
 from planner.contract.verify import verify
+
+if TYPE_CHECKING:
+    from planner.baselines import Baseline
+    from planner.explain import Answer
+    from planner.search import Result
 
 MODES = ("any", "pp", "dp", "hybrid")
 
@@ -77,6 +84,21 @@ def plan_command(
         int | None, typer.Option("--devices", min=1, metavar="N", help="Use the first N devices.")
     ] = None,
     memory: Memory = None,
+    fixed: Annotated[
+        str | None,
+        typer.Option(
+            "--fixed", metavar="CONFIG", help="Do not search: this plan, a harmony-fixed file or a schedule."
+        ),
+    ] = None,
+    top: Annotated[
+        int, typer.Option("--top", min=1, metavar="K", help="The K best plans of different kinds.")
+    ] = 1,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Where the time goes, and what another server would change.")
+    ] = False,
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="Compare with virtualised memory: dp-swap and pp-swap.")
+    ] = False,
     time_limit: Annotated[
         float | None,
         typer.Option("--time-limit", min=0.0, metavar="SECONDS", help="Search no longer than this."),
@@ -92,30 +114,116 @@ def plan_command(
     profile = store.load_profile(profile_file)
     hardware = _with_memory(store.load_hardware(hardware_file), memory)
     # numpy and the solver load with the search: the other commands start without them
-    from planner.search import plan
+    from planner.explain import what_if
+    from planner.search import plan, plan_fixed
+
+    answers: list[Answer] = []
+    with _progress() as report:
+        if fixed is not None:
+            given = store.load_fixed(fixed)
+            try:
+                result = plan_fixed(profile, hardware, given, minibatch=minibatch, num_devices=devices)
+            except FormatError as error:
+                raise FormatError(f"{fixed}: {error}") from None
+        else:
+            result = plan(
+                profile,
+                hardware,
+                minibatch=minibatch,
+                mode=mode,
+                activations=activations,
+                num_devices=devices,
+                top=top,
+                time_limit_seconds=time_limit,
+                progress=report,
+            )
+        if result.schedule is None:
+            raise InfeasibleError(result.reason)
+        if explain:
+            answers = what_if(profile, hardware, minibatch, devices or len(hardware.devices), time_limit)
+    if output is not None:
+        store.save(result.schedule, output)
+    compared = _baselines(profile, hardware, minibatch, devices) if baselines else []
+    if as_json:
+        _print_json(_plan_json(result, answers, compared))
+        return
+    parts = [render.plan_result(result)]
+    if explain:
+        parts.append(render.explanation(result, answers))
+    if compared:
+        parts.append(render.baselines(result.schedule, compared))
+    for part in parts:
+        _show(part, to_stderr=output == store.STANDARD)
+
+
+@app.command("frontier")
+def frontier_command(
+    profile_file: ProfileFile,
+    hardware_file: HardwareFile,
+    minibatch: Annotated[
+        str, typer.Option("--minibatch", metavar="SAMPLES,..", help="Minibatches, separated by commas.")
+    ],
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE,..", help="Memory of each device, e.g. 8GiB,16GiB.")
+    ] = "",
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="N,..", help="How many of the devices, e.g. 1,2,4.")
+    ] = "",
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            "--time-limit", min=0.0, metavar="SECONDS", help="Search each point no longer than this."
+        ),
+    ] = None,
+    picture: Annotated[str | None, typer.Option("--picture", metavar="PNG", help="Draw the curves.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Iteration time over memory, devices and minibatches: what another server would do."""
+    _check_one_standard_input(profile_file, hardware_file)
+    profile, hardware = store.load_profile(profile_file), store.load_hardware(hardware_file)
+    memories = [parse_bytes(text) for text in _parts(memory)]
+    for size in memories:
+        _with_memory(hardware, f"{size}B")
+    from planner.frontier import frontier
 
     with _progress() as report:
-        result = plan(
+        points = frontier(
             profile,
             hardware,
-            minibatch=minibatch,
-            mode=mode,
-            activations=activations,
-            num_devices=devices,
+            memories=memories,
+            devices=_numbers("--devices", devices),
+            minibatches=_numbers("--minibatch", minibatch),
             time_limit_seconds=time_limit,
             progress=report,
         )
-    if result.schedule is None:
-        raise InfeasibleError(result.reason)
-    if output is not None:
-        store.save(result.schedule, output)
+    if picture is not None:
+        from planner.picture import frontier_png
+
+        Path(picture).write_bytes(frontier_png(points))
     if as_json:
-        _print_json(_plan_json(result.schedule, result.limits, result.search_seconds, result.num_candidates))
+        _print_json([asdict(point) for point in points])
     else:
-        _show(
-            render.plan_result(result.schedule, result.limits, result.search_seconds, result.num_candidates),
-            to_stderr=output == store.STANDARD,
-        )
+        _show(render.frontier_table(points))
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """`1,2,4`. Raises FormatError."""
+    parts = _parts(text)
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise FormatError(f"{option} {text!r}: no list of numbers; write 1,2,4")
+    return [int(part) for part in parts]
+
+
+def _baselines(profile: Profile, hardware: Hardware, minibatch: int, devices: int | None) -> list[Baseline]:
+    from planner.baselines import dp_swap, pp_swap
+    from planner.search.problem import Problem
+
+    problem = Problem(profile, hardware, minibatch, devices or len(hardware.devices))
+    return [baseline for baseline in (dp_swap(problem), pp_swap(problem)) if baseline is not None]
 
 
 @app.command("verify")
@@ -349,14 +457,23 @@ def _schedule_json(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _plan_json(schedule: Schedule, limits: str, search_seconds: float, num_candidates: int) -> dict[str, Any]:
-    predicted = schedule.predicted
-    return _schedule_json(schedule) | {
+def _plan_json(result: Result, answers: Sequence[Answer], compared: Sequence[Baseline]) -> dict[str, Any]:
+    assert result.schedule is not None
+    predicted = result.schedule.predicted
+    found = _schedule_json(result.schedule) | {
         "gap": render.gap(predicted.iteration_seconds, predicted.lower_bound_seconds),
-        "limited_by": limits,
-        "search_seconds": search_seconds,
-        "num_candidates": num_candidates,
+        "limited_by": result.limits,
+        "search_seconds": result.search_seconds,
+        "num_candidates": result.num_candidates,
+        "critical_path_seconds": result.critical_path,
     }
+    if result.others:
+        found["others"] = [_schedule_json(schedule) for schedule in result.others]
+    if answers:
+        found["what_if"] = [asdict(answer) for answer in answers]
+    if compared:
+        found["baselines"] = [asdict(baseline) for baseline in compared]
+    return found
 
 
 def _comparison_json(comparison: Comparison, tolerance: float) -> dict[str, Any]:

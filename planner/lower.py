@@ -161,6 +161,9 @@ class DeviceDraft:
             rules.nbytes(t.weights) for t in self.tasks if t.is_held and t.weights is not None
         )
         self._find_last_uses()
+        chosen = {choice for pack in rules.backward_packs for choice in pack.activations}
+        self.last_stashed: dict[int, Value] = {}
+        self.offloads = rules.stages == 1 and "offload" in chosen
         self.lanes: dict[str, list[Action]] = {stream: [] for stream in STREAMS}
         self.waits: dict[Action, list[Wait]] = {}
         self.inputs = Ring(depths.inputs)
@@ -209,7 +212,12 @@ class DeviceDraft:
                     assert task.weights is not None
                     # first, so that whoever waits for one of the others finds the weights gone too
                     lane.append(Free(task.weights))
-                lane.extend(Free(value) for value in self.free_at.get(action, ()))
+                for value in self.free_at.get(action, ()):
+                    # behind offloaded activations a stash may leave late: compute does not wait for that
+                    waits_for_stash = self.offloads and value.kind == "Y"
+                    (self.lanes["send"] if waits_for_stash else lane).append(Free(value))
+                    if waits_for_stash:
+                        self.last_stashed[t] = value
             for action in task.actions:
                 self._collect_outputs(t, action)
         self._drain_outputs()
@@ -348,6 +356,9 @@ class DeviceDraft:
         for ring in (self.inputs, self.returned, self.outputs, self.received):
             for action, waits in ring.waits().items():
                 self.waits.setdefault(action, []).extend(waits)
+        for t, value in self.last_stashed.items():
+            if t + 2 < len(self.tasks):
+                self.waits.setdefault(self.tasks[t + 2].actions[0], []).append(Wait(Free(value)))
         self._wait_for_gradients()
 
     def _wait_for_gradients(self) -> None:
@@ -459,8 +470,9 @@ class DeviceDraft:
         rules = self.rules
         live, held = 0, []
         early = [v for v in self.last_reader if v.device >= 0 and not self._goes_to_next(v)]
+        stashed_before = 0
         for t, task in enumerate(self.tasks):
-            most = 0
+            most = leaving = 0
             for action in task.actions:
                 live += sum(rules.nbytes(v) for v in rules.effects(action).makes if v in self.last_reader)
                 most = max(most, live)
@@ -469,6 +481,10 @@ class DeviceDraft:
                     for v in self.free_at.get(action, ())
                     if v.kind in ("Y", "D", "AF") and v.device < 0
                 )
+                leaving += sum(rules.nbytes(v) for v in self.free_at.get(action, ()) if v.kind == "Y")
+            if self.offloads:
+                most += leaving + stashed_before
+                stashed_before = leaving
             # what skips packs may arrive long before its last reader
             held.append(most + sum(rules.nbytes(v) for v in early if self.last_reader[v][0] >= t))
         return held

@@ -1,6 +1,6 @@
 """A picture of one planned iteration above one measured one: streams over time, memory against its limit.
 
-In: two traces, each device's limit. Out: the bytes of a PNG; cli.py writes them.
+In: two traces, each device's limit; or the points of a frontier. Out: the bytes of a PNG; cli.py writes them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 
 from planner.contract.actions import STREAMS
 from planner.contract.trace import Span, Trace
+from planner.frontier import Point
 
 # Okabe and Ito's palette: told apart with any colour vision
 COLOURS = {
@@ -78,8 +79,12 @@ def timeline_png(planned: Trace, measured: Trace, limit_bytes: Sequence[int]) ->
         f"{planned.model}: planned {median(planned.iteration_seconds):.4g} s, "
         f"measured {median(measured.iteration_seconds):.4g} s an iteration"
     )
+    return _png(figure)
+
+
+def _png(figure: Figure) -> bytes:
     file = io.BytesIO()
-    # no date and no version inside: the same traces give the same bytes
+    # no date and no version inside: the same input gives the same bytes
     figure.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()
 
@@ -188,3 +193,29 @@ def _draw_memory(axes: Axes, device: int, planned: Trace, measured: Trace, limit
     axes.legend(
         loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, fontsize=7, frameon=False, borderpad=0.0
     )
+
+
+def frontier_png(points: Sequence[Point]) -> bytes:
+    """Samples per second over memory, a line for each minibatch and number of devices; dots where only one memory."""
+    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    curves: dict[tuple[int, int], list[Point]] = {}
+    for point in points:
+        curves.setdefault((point.minibatch, point.num_devices), []).append(point)
+    colours = list(COLOURS.values())
+    for k, ((minibatch, devices), curve) in enumerate(sorted(curves.items())):
+        fitting = sorted((p for p in curve if p.seconds is not None), key=lambda p: p.memory_bytes)
+        if not fitting:
+            continue
+        memories = [point.memory_bytes / 2**30 for point in fitting]
+        label = f"{minibatch} samples on {devices} device{'' if devices == 1 else 's'}"
+        rates = [point.samples_per_second or 0.0 for point in fitting]
+        axes.plot(memories, rates, marker="o", color=colours[k % len(colours)], label=label)
+    axes.set_xlabel("memory of each device, GiB")
+    axes.set_ylabel("samples per second")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    return _png(figure)

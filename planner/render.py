@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -26,6 +27,12 @@ from planner.contract.schedule import (
 )
 from planner.contract.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from planner.baselines import Baseline
+    from planner.explain import Answer
+    from planner.frontier import Point
+    from planner.search import Result
+
 NUM_RUNS = 8
 """How many runs of a lane `show` prints from its start, and from its end."""
 
@@ -35,14 +42,105 @@ def gap(seconds: float, lower_bound_seconds: float) -> float:
     return 1 - lower_bound_seconds / seconds
 
 
-def plan_result(
-    schedule: Schedule, limits: str, search_seconds: float, num_candidates: int
-) -> RenderableType:
+def plan_result(result: Result) -> RenderableType:
     """The outcome of a search."""
-    return _spaced(
-        _summary(schedule, [("limited by", limits)]),
-        _devices(schedule),
-        Text(f"{num_candidates} configurations simulated in {format_seconds(search_seconds)}"),
+    assert result.schedule is not None
+    parts: list[RenderableType] = [
+        _summary(result.schedule, [("limited by", result.limits)]),
+        _devices(result.schedule),
+    ]
+    if result.others:
+        parts.append(_others(result.schedule, result.others))
+    seconds = format_seconds(result.search_seconds)
+    parts.append(Text(f"{_count(result.num_candidates, 'configuration')} simulated in {seconds}"))
+    return _spaced(*parts)
+
+
+def explanation(result: Result, answers: Sequence[Answer]) -> RenderableType:
+    """Where an iteration's time goes, and what one change would do."""
+    assert result.schedule is not None
+    total = result.schedule.predicted.iteration_seconds
+    path = Table(title="critical path of one iteration", title_justify="left", box=None)
+    for name in ("cause", "seconds", "share"):
+        path.add_column(name, justify="left" if name == "cause" else "right")
+    for cause, seconds in result.critical_path.items():
+        if seconds > 0:
+            path.add_row(cause, format_seconds(seconds), f"{seconds / total:.1%}")
+    rate = result.schedule.configuration.minibatch / total
+    table = Table(title="with one change", title_justify="left", box=None)
+    for name in ("change", "iteration", "samples/s", "faster"):
+        table.add_column(name, justify="left" if name == "change" else "right")
+    for answer in answers:
+        if answer.seconds is None or answer.samples_per_second is None:
+            table.add_row(answer.change, "does not fit", "", "")
+        else:
+            faster = f"{answer.samples_per_second / rate:.2f}x"
+            table.add_row(
+                answer.change, format_seconds(answer.seconds), f"{answer.samples_per_second:.4g}", faster
+            )
+    return _spaced(path, table)
+
+
+def baselines(schedule: Schedule, compared: Sequence[Baseline]) -> RenderableType:
+    """The plan beside training under virtualised memory."""
+    ours = schedule.predicted
+    moved = sum(d.swap_in_bytes + d.swap_out_bytes for d in ours.devices)
+    table = Table(title="beside virtualised memory", title_justify="left", box=None)
+    for name in ("", "iteration", "this plan is faster by", "swapped", "this plan swaps less by"):
+        table.add_column(name, justify="right" if name else "left")
+    for baseline in compared:
+        swapped = baseline.swap_in_bytes + baseline.swap_out_bytes
+        table.add_row(
+            baseline.name,
+            format_seconds(baseline.seconds),
+            f"{baseline.seconds / ours.iteration_seconds:.2f}x",
+            format_bytes(swapped),
+            f"{swapped / moved:.2f}x" if moved else "-",
+        )
+    return _spaced(table)
+
+
+def frontier_table(points: Sequence[Point]) -> RenderableType:
+    """`frontier`: a line a point."""
+    table = Table(box=None)
+    for name in ("minibatch", "devices", "memory", "iteration", "samples/s", "lower bound", "mode"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for point in points:
+        row = [str(point.minibatch), str(point.num_devices), format_bytes(point.memory_bytes)]
+        if point.seconds is None or point.lower_bound_seconds is None:
+            table.add_row(*row, "does not fit", "", "", "")
+        else:
+            rate = point.minibatch / point.seconds
+            bound = format_seconds(point.lower_bound_seconds)
+            table.add_row(*row, format_seconds(point.seconds), f"{rate:.4g}", bound, point.mode)
+    return table
+
+
+def _others(best: Schedule, others: Sequence[Schedule]) -> Table:
+    table = Table(title="next best of other kinds", title_justify="left", box=None)
+    for name in ("iteration", "slower", "mode", "forward", "backward", "activations"):
+        table.add_column(name, justify="right" if name in ("iteration", "slower") else "left")
+    for schedule in others:
+        configuration, seconds = schedule.configuration, schedule.predicted.iteration_seconds
+        table.add_row(
+            format_seconds(seconds),
+            f"{seconds / best.predicted.iteration_seconds - 1:.1%}",
+            f"{configuration.mode}, {_count(len(replica_samples(configuration)), 'replica')}",
+            _phase(configuration.forward_packs, configuration.microbatches.forward),
+            _phase(configuration.backward_packs, configuration.microbatches.backward),
+            _activations(configuration),
+        )
+    return table
+
+
+def _activations(configuration: Configuration) -> str:
+    """How many of the backward packs' microbatches recompute, keep or offload."""
+    chosen = [
+        choice for pack in configuration.backward_packs[:-1] for choice in pack.activations or ("recompute",)
+    ]
+    counts = {name: chosen.count(name) for name in ("recompute", "keep", "offload")}
+    return (
+        ", ".join(f"{name} {count / len(chosen):.0%}" for name, count in counts.items() if count) or "fused"
     )
 
 
@@ -98,6 +196,7 @@ def _summary(schedule: Schedule, more: Iterable[tuple[str, str]]) -> Table:
         ("minibatch", _count(configuration.minibatch, "sample")),
         ("forward", _phase(configuration.forward_packs, configuration.microbatches.forward)),
         ("backward", _phase(configuration.backward_packs, configuration.microbatches.backward)),
+        ("activations", _activations(configuration)),
         ("host memory", format_bytes(predicted.host_bytes)),
         *more,
     ]

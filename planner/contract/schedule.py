@@ -156,7 +156,10 @@ def replica_samples(configuration: Configuration) -> tuple[Samples, ...]:
 
 def check(schedule: Schedule) -> None:
     """Raise FormatError where the configuration contradicts itself."""
-    _check_configuration(schedule.configuration, len(schedule.hardware.devices))
+    layers = (
+        schedule.configuration.backward_packs[-1].last + 1 if schedule.configuration.backward_packs else 0
+    )
+    check_configuration(schedule.configuration, layers, len(schedule.hardware.devices))
     if len(schedule.predicted.devices) != schedule.configuration.num_devices:
         raise FormatError(
             f"$.predicted.devices: {len(schedule.predicted.devices)} devices, "
@@ -164,7 +167,8 @@ def check(schedule: Schedule) -> None:
         )
 
 
-def _check_configuration(configuration: Configuration, available: int) -> None:
+def check_configuration(configuration: Configuration, num_layers: int, available: int) -> None:
+    """Raise FormatError where a configuration contradicts itself, or covers other layers or devices than there are."""
     where = "$.configuration"
     replicas = replica_samples(configuration)
     if not 1 <= configuration.num_devices <= available:
@@ -185,6 +189,9 @@ def _check_configuration(configuration: Configuration, available: int) -> None:
             )
     if not configuration.backward_packs:
         raise FormatError(f"{where}.backward_packs: none; there is at least one")
+    covered = configuration.backward_packs[-1].last + 1
+    if covered != num_layers:
+        raise FormatError(f"{where}.backward_packs: cover {covered} of {num_layers} layers")
     end = configuration.backward_packs[-1].first
     _check_packs(configuration.forward_packs, end, stages, f"{where}.forward_packs")
     _check_packs(configuration.backward_packs, None, stages, f"{where}.backward_packs")

@@ -13,14 +13,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from planner.contract import fixed as fixeds
 from planner.contract import hardware as hardwares
 from planner.contract import profile as profiles
 from planner.contract import schedule as schedules
 from planner.contract import trace as traces
 from planner.contract.errors import FormatError
+from planner.contract.fixed import Fixed
 from planner.contract.hardware import Hardware
 from planner.contract.profile import Profile
-from planner.contract.schedule import Schedule
+from planner.contract.schedule import Configuration, Schedule
 from planner.contract.trace import Trace, TraceFile
 
 STANDARD = "-"
@@ -57,6 +59,15 @@ def load_schedule(path: str | Path) -> Schedule:
     _checked(path, lambda: schedules.check(schedule))
     _checked(path, lambda: schedules.parse_program(schedule.programs.train))
     return schedule
+
+
+def load_fixed(path: str | Path) -> Fixed | Configuration:
+    """A plan that is given: a `harmony-fixed/1` file, or the configuration of a schedule. Raises FormatError, OSError."""
+    if str(path) == STANDARD:
+        raise FormatError("-: name a file here, it is looked at before it is read")
+    if _decode(path, _read(path), _Header).schema == schedules.SCHEMA:
+        return load_schedule(path).configuration
+    return _load(path, Fixed, fixeds.SCHEMA)
 
 
 def load_trace(path: str | Path) -> Trace:

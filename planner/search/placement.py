@@ -33,8 +33,8 @@ from planner.search.tasks import Part, Task, TaskMaker
 
 GB = 1e9
 RELATIVE_GAP = 1e-2
-MAX_NODES = 20
-"""Branch and bound stops there with the best it has: a count, so that the same draft always gets the same answer."""
+MAX_NODES = 60
+"""Branch and bound gives up there: a count, so that the same draft always gets the same answer."""
 MAX_INTEGERS = 120
 """Up to so many packs microbatches are whole numbers; beyond, fractions that are rounded down."""
 
@@ -75,9 +75,12 @@ class _Program:
         self._compute()
         self._rounds()
         solver = pulp.HiGHS(msg=False, gapRel=RELATIVE_GAP, threads=1, mip_max_nodes=MAX_NODES)
-        with _silenced():
-            status = self.model.solve(solver)
-        if pulp.LpStatus[status] not in ("Optimal", "Not Solved") or self.z[0].varValue is None:
+        try:
+            with _silenced():
+                status = self.model.solve(solver)
+        except KeyError:  # PuLP has no word for a search that was cut off
+            return None
+        if pulp.LpStatus[status] != "Optimal":
             return None
         kept = [int(_value(v) + 1e-6) for v in self.keep]
         offloaded = [

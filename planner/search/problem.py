@@ -40,6 +40,10 @@ class Result:
     search_seconds: float
     num_candidates: int
     limits: str = ""
+    others: tuple[Schedule, ...] = ()
+    """The next best of other kinds, where they were asked for."""
+    critical_path: dict[str, float] = field(default_factory=dict)
+    """Seconds of an iteration by cause."""
 
 
 @dataclass(frozen=True)

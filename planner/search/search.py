@@ -16,12 +16,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.contract.errors import HarmonyError, InfeasibleError, VerifyError
+from planner.contract.errors import FormatError, HarmonyError, InfeasibleError, VerifyError
+from planner.contract.fixed import Fixed
 from planner.contract.hardware import Hardware
 from planner.contract.profile import Profile
+from planner.contract.schedule import Configuration, check_configuration
 from planner.search.bounds import Bounds
 from planner.search.candidates import Candidate, candidates, seeds
+from planner.search.critical import critical_path
 from planner.search.draft import Cuts, Draft, configure
+from planner.search.fixed import fixed_configuration
 from planner.search.outcome import Outcome, check_fits, evaluate, make_schedule, what_limits
 from planner.search.pack_models import PackModels, Points
 from planner.search.placement import place
@@ -53,6 +57,10 @@ Group = tuple[Shape, int, int, tuple[bool, bool]]
 """A shape, the microbatch sizes, whether it is reflected and whether it may offload."""
 
 
+def _kind(draft: Draft) -> Group:
+    return draft.shape, draft.forward_size, draft.backward_size, (draft.reflected, bool(draft.offloaded))
+
+
 def plan(
     profile: Profile,
     hardware: Hardware,
@@ -61,6 +69,7 @@ def plan(
     mode: str = "any",
     activations: str = "any",
     num_devices: int | None = None,
+    top: int = 1,
     time_limit_seconds: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Result:
@@ -68,19 +77,16 @@ def plan(
 
     mode: one pipeline (pp), replicas of one device (dp), replicas of pipelines (hybrid), or the best of all (any).
     activations: `recompute` always, or also keep and offload them (any). num_devices: use this many, None: all of
-    them. time_limit_seconds: return the best found by then; without it, same inputs give the same plan. Raises HarmonyError for a request that makes no sense; a model
+    them. top: how many plans of different kinds to return. time_limit_seconds: return the best found by then; without it, same inputs give the same plan. Raises HarmonyError for a request that makes no sense; a model
     that does not fit is a Result with status `infeasible`.
     """
     if mode not in MODES:
         raise HarmonyError(f"--mode {mode}: there is no such mode; use one of {', '.join(MODES)}")
     if activations not in ACTIVATIONS:
         raise HarmonyError(f"--activations {activations}: use one of {', '.join(ACTIVATIONS)}")
-    if minibatch < 1:
-        raise HarmonyError(f"--minibatch {minibatch}: at least one sample is needed")
-    available = len(hardware.devices)
-    if num_devices is not None and not 1 <= num_devices <= available:
-        raise HarmonyError(f"--devices {num_devices}: the hardware has {available}")
-    problem = Problem(profile, hardware, minibatch, num_devices or available)
+    if top < 1:
+        raise HarmonyError(f"--top {top}: at least one plan is needed")
+    problem = _problem(profile, hardware, minibatch, num_devices)
     shapes = problem.shapes(mode)
     if not shapes:
         raise HarmonyError(
@@ -88,7 +94,59 @@ def plan(
             f"use --mode any"
         )
     report = progress or (lambda _: None)
-    return _Search(problem, shapes, activations == "any", time_limit_seconds, report).solve()
+    return _Search(problem, shapes, activations == "any", top, time_limit_seconds, report).solve()
+
+
+def plan_fixed(
+    profile: Profile,
+    hardware: Hardware,
+    fixed: Fixed | Configuration,
+    *,
+    minibatch: int,
+    num_devices: int | None = None,
+    with_bound: bool = True,
+) -> Result:
+    """The schedule of a configuration that is given, lowered and simulated like any other.
+
+    with_bound: also the lower bound over all plans; else it is 0. Raises FormatError where it does not belong to the request, InfeasibleError where it does not fit.
+    """
+    started = time.monotonic()
+    problem = _problem(profile, hardware, minibatch, num_devices)
+    configuration = fixed_configuration(problem, fixed) if isinstance(fixed, Fixed) else fixed
+    if (configuration.minibatch, configuration.num_devices) != (minibatch, problem.num_devices):
+        raise FormatError(
+            f"the configuration is for {configuration.minibatch} samples on {configuration.num_devices} devices, "
+            f"asked for are {minibatch} on {problem.num_devices}"
+        )
+    check_configuration(configuration, problem.costs.num_layers, len(hardware.devices))
+    outcome = evaluate(problem, configuration)
+    check_fits(problem, outcome)
+    bound = 0.0
+    if with_bound:
+        bounds, shapes = Bounds(problem), problem.shapes()
+        bound = min(bounds.seconds(s, *pair) for s in shapes for pair in problem.size_pairs(s.samples))
+    schedule = make_schedule(problem, outcome, bound)
+    elapsed = time.monotonic() - started
+    return Result(
+        "found",
+        schedule,
+        outcome.seconds,
+        bound,
+        "",
+        elapsed,
+        1,
+        what_limits(outcome),
+        critical_path=critical_path(outcome),
+    )
+
+
+def _problem(profile: Profile, hardware: Hardware, minibatch: int, num_devices: int | None) -> Problem:
+    if minibatch < 1:
+        raise HarmonyError(f"--minibatch {minibatch}: at least one sample is needed")
+    available = len(hardware.devices)
+    if num_devices is not None and not 1 <= num_devices <= available:
+        raise HarmonyError(f"--devices {num_devices}: the hardware has {available}")
+    return Problem(profile, hardware, minibatch, num_devices or available)
 
 
 class _Search:
@@ -97,11 +155,13 @@ class _Search:
         problem: Problem,
         shapes: list[Shape],
         may_keep: bool,
+        top: int,
         time_limit: float | None,
         report: Callable[[Progress], None],
     ) -> None:
         self.problem = problem
         self.may_keep = may_keep
+        self.top = top
         self.report = report
         self.started = time.monotonic()
         self.time_limit = time_limit
@@ -112,7 +172,8 @@ class _Search:
         self.sketched: dict[Draft, float] = {}
         self.ordered: list[tuple[float, tuple[Shape, int, int]]] = []
         self.lower_bound = 0.0
-        self.best: Outcome | None = None
+        self.found: dict[Group, Outcome] = {}
+        """The best that fits, by kind."""
         self.last_fault = ""
 
     def solve(self) -> Result:
@@ -121,26 +182,46 @@ class _Search:
         self._sketch_candidates()
         drafts = self._refined()
         simulated, nodes, retries = 0, 0, MAX_RETRIES
-        while drafts and nodes <= NODE_BUDGET and not self._is_late():
+        while drafts and not self._is_late() and (nodes <= NODE_BUDGET or len(self.found) < self.top):
             sketched, draft = drafts.pop(0)
-            if self.best is not None and sketched >= self.best.seconds:
+            kind = _kind(draft)
+            if len(self.found) >= self.top and sketched >= self._worst_seconds():
                 break
-            before = self.best
-            nodes += self._try(draft)
+            if kind in self.found and sketched >= self.found[kind].seconds:
+                continue
+            fits, actions = self._try(draft)
+            nodes += actions
             simulated += 1
-            self.report(
-                Progress(simulated, simulated + len(drafts), self.best.seconds if self.best else None)
-            )
-            if self.best is before and retries:
+            best = self._ranked()
+            self.report(Progress(simulated, simulated + len(drafts), best[0].seconds if best else None))
+            if not fits and retries:
                 retries -= 1
                 drafts = sorted([self._tightened(draft), *drafts], key=lambda item: item[0])
-        elapsed, lower_bound = time.monotonic() - self.started, self.lower_bound
-        if self.best is None:
+        elapsed, bound = time.monotonic() - self.started, self.lower_bound
+        best = self._ranked()
+        if not best:
             reason = self._explain_infeasible()
-            return Result("infeasible", None, float("inf"), lower_bound, reason, elapsed, simulated)
-        schedule = make_schedule(self.problem, self.best, lower_bound)
-        seconds = schedule.predicted.iteration_seconds
-        return Result("found", schedule, seconds, lower_bound, "", elapsed, simulated, what_limits(self.best))
+            return Result("infeasible", None, float("inf"), bound, reason, elapsed, simulated)
+        schedule, *others = [make_schedule(self.problem, outcome, bound) for outcome in best[: self.top]]
+        return Result(
+            "found",
+            schedule,
+            best[0].seconds,
+            min(bound, best[0].seconds),
+            "",
+            elapsed,
+            simulated,
+            what_limits(best[0]),
+            tuple(others),
+            critical_path(best[0]),
+        )
+
+    def _ranked(self) -> list[Outcome]:
+        return sorted(self.found.values(), key=lambda outcome: outcome.seconds)
+
+    def _worst_seconds(self) -> float:
+        """Of the plans that would be returned now."""
+        return self._ranked()[self.top - 1].seconds
 
     def _is_late(self) -> bool:
         return self.time_limit is not None and time.monotonic() - self.started > self.time_limit
@@ -262,18 +343,18 @@ class _Search:
 
     # ---- simulation
 
-    def _try(self, draft: Draft) -> int:
-        """Lower and simulate; keep it if it is the best. Returns how many actions that took."""
+    def _try(self, draft: Draft) -> tuple[bool, int]:
+        """Lower and simulate, and keep the best of its kind. Returns whether it fits and how many actions that took."""
         try:
             outcome = evaluate(self.problem, configure(self.problem, draft))
-            count = len(outcome.graph.actions)
-            if self.best is None or outcome.seconds < self.best.seconds * (1 - 1e-9):
+            known = self.found.get(_kind(draft))
+            if known is None or outcome.seconds < known.seconds * (1 - 1e-9):
                 check_fits(self.problem, outcome)
-                self.best = outcome
+                self.found[_kind(draft)] = outcome
         except (InfeasibleError, VerifyError) as fault:
             self.last_fault = self.last_fault or str(fault)
-            return 2_000
-        return count
+            return False, 2_000
+        return True, len(outcome.graph.actions)
 
     def _explain_infeasible(self) -> str:
         """The layer that fits no device, or what was over the limit in the last plan that was tried."""

@@ -104,7 +104,7 @@ class _Run:
         host = [[0.0] * stages for _ in range(replicas)]
         gradients_free = [0.0] * len(tasks)
         rings = [[0.0] * depth for depth in sketcher.maker.depths]
-        returned = [[0.0, 0.0] for _ in range(stages)]
+        returned, left = [[0.0, 0.0] for _ in range(stages)], [[0.0, 0.0] for _ in range(stages)]
         places = [0] * stages
         h2d, ready_at, neighbours, needs, d2h_rate = (
             self.h2d,
@@ -187,6 +187,8 @@ class _Run:
                                 end = start
                         if came and came[i] > end:
                             end = came[i]
+                        if offloads and offloads[i] and left[stage][0] > end:
+                            end = left[stage][0]
                         if is_pressed and i >= 2 and outputs[i - 2] > end:
                             end = outputs[i - 2]
                         end += seconds
@@ -209,7 +211,9 @@ class _Run:
                             stash_end[stage] = leaves = (begun if begun > end else end) + stash[i]
                             own_stash.append(leaves)
                         if offloads and offloads[i]:
-                            stash_end[stage] = max(stash_end[stage], d2h[0][stage], end) + offloads[i]
+                            begun = max(stash_end[stage], d2h[0][stage], end)
+                            stash_end[stage] = begun + offloads[i]
+                            left[stage] = [left[stage][1], stash_end[stage]]
                     stashes.append(own_stash)
                 compute[stage] = end
                 if task.weight_bytes:

@@ -134,6 +134,8 @@ class TaskMaker:
     def tasks(self, draft: Draft) -> list[Task] | None:
         """The tasks of a draft, with what is hidden behind each; None where one does not fit."""
         found = self.bare_tasks(draft)
+        if draft.offloaded and self.shape.num_stages == 1:
+            self._add_stashes_behind(draft, found)
         self._add_staying(draft, found)
         return found if self._hide(draft, found) else None
 
@@ -268,6 +270,17 @@ class TaskMaker:
         return found
 
     # ---- memory
+
+    def _add_stashes_behind(self, draft: Draft, tasks: list[Task]) -> None:
+        """Behind offloaded activations the inputs of a task and of the one before may still be leaving."""
+        size = draft.forward_size
+        before = 0
+        for task in tasks[: draft.num_forward + 2]:
+            cuts = draft.forward_cuts if task.is_forward else draft.backward_cuts
+            given = self.part(task.is_forward, cuts[task.pack], cuts[task.pack + 1], size).given
+            own = size * given * len(self.lengths(size)) if task.pack else 0
+            task.base_bytes += own + before
+            before = own
 
     def _add_staying(self, draft: Draft, tasks: list[Task]) -> None:
         """Activations that stay from a pack's forward to its backward count in all tasks between, held weights always."""
