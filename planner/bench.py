@@ -22,7 +22,7 @@ import msgspec
 
 from planner.baselines import Baseline, dp_swap, pp_swap
 from planner.contract import store
-from planner.contract.errors import InfeasibleError
+from planner.contract.errors import InfeasibleError, VerifyError
 from planner.contract.fixed import Fixed
 from planner.contract.hardware import Hardware
 from planner.contract.profile import Profile
@@ -174,7 +174,7 @@ def _simulated(profile: Profile, hardware: Hardware, case: dict[str, Any]) -> fl
     )
     try:
         return plan_fixed(profile, hardware, fixed, minibatch=case["minibatch"], with_bound=False).seconds
-    except InfeasibleError:
+    except (InfeasibleError, VerifyError):  # no memory, or no place for what is under way
         return None
 
 

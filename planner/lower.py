@@ -558,13 +558,19 @@ def _depths(rules: Rules) -> list[Depths]:
     num_replicas = len(rules.replicas)
     microbatches = max(len(rules.forward_samples), len(rules.backward_samples)) // num_replicas
     most = max(len(rules.intersecting(i)) for i in range(len(rules.backward_samples)))
-    least = most + 1
-    full = max(least, microbatches - rules.stages + 2)
-    inputs = max(2, len(rules.backward_samples) // num_replicas)
-    middle = (inputs + 2) // 2
-    received = sorted({full, (full + least) // 2, least}, reverse=True)
-    found = [Depths(r, i) for r in received for i in (inputs, middle, 2)]
-    return list(dict.fromkeys(found))
+    return depth_options(microbatches, rules.stages, max(2, len(rules.backward_samples) // num_replicas), most + 1)
+
+
+def depth_options(microbatches: int, stages: int, inputs: int, least: int) -> list[Depths]:
+    """The depths worth trying for so many microbatches in a replica, the best first.
+
+    A pipeline that wraps around stops dead where all places around it are taken while its first device still makes
+    more: of m microbatches each of N devices has one at work, two on their way out and the received ones.
+    """
+    full = max(least, microbatches - stages + 2)
+    enough = min(full, max(least, -(-(microbatches + 1) // stages) - 2))
+    received = sorted({full, (full + enough) // 2, enough}, reverse=True)
+    return [Depths(r, i) for r in received for i in dict.fromkeys((inputs, (inputs + 2) // 2, 2))]
 
 
 def _tasks(rules: Rules, device: int) -> list[Task]:

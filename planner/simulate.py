@@ -2,10 +2,13 @@
 
 With a fixed order per stream the times are one topological pass over recurrences: an action starts when the
 one before it in its stream and all it waits for are over. Iterations follow each other without a barrier, so
-the iteration time is the period of the steady state. A send and its recv start together.
+the iteration time is the period of the steady state. A send and its recv start together. Links that are shared
+fairly, and updates for which there are too few workers, depend on what else runs: fluid.py simulates those by events.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,6 +37,14 @@ MAX_ITERATIONS = 12
 SETTLED = 1e-9
 
 
+class Work(NamedTuple):
+    """Seconds of its own, then seconds at the full speed of a resource that it shares."""
+
+    own_seconds: float
+    shared_seconds: float
+    resource: str | None
+
+
 class Timing:
     """Seconds of every action of one configuration on one hardware."""
 
@@ -43,17 +54,25 @@ class Timing:
         num_devices = rules.configuration.num_devices
         self.scales = [device.compute_scale for device in hardware.devices]
         self.h2d_rates, self.d2h_rates, self.latencies = [], [], []
+        self.shared: dict[str, float] = {}
+        """Resources that several use at a time, and how many of them have the full speed."""
+        self._links: list[int | None] = []  # of each device, where it is shared fairly
         for device in hardware.devices[:num_devices]:
             link = hardware.host_links[device.host_link]
             users = sum(d.host_link == device.host_link for d in hardware.devices[:num_devices])
-            # a fair link is at least as fast as a static one: the plan is safe, if not sharp
-            share = 1 if link.sharing == "none" else users
+            is_fair = link.sharing == "fair" and users > 1
+            share = users if link.sharing == "static" else 1
             self.h2d_rates.append(link.h2d_bytes_per_second / share)
             self.d2h_rates.append(link.d2h_bytes_per_second / share)
             self.latencies.append(link.latency_seconds)
+            self._links.append(device.host_link if is_fair else None)
+            if is_fair:
+                self.shared |= {f"h2d {device.host_link}": 1.0, f"d2h {device.host_link}": 1.0}
         hosts = {rules.place(Update(b)) for b in range(len(rules.backward_packs)) if rules.is_trained(b)}
         queues = sum(stream == "host" for _, stream in hosts)
-        self.host_share = max(1.0, queues / hardware.host.update_workers)
+        self._has_workers_for_all = queues <= hardware.host.update_workers
+        if not self._has_workers_for_all:
+            self.shared["update workers"] = float(hardware.host.update_workers)
 
     def seconds(self, action: Action) -> float:
         """How long an action takes once it runs. A recv takes no time of its own beyond its send."""
@@ -82,6 +101,21 @@ class Timing:
             case _:
                 return 0.0
 
+    def work(self, action: Action) -> Work:
+        """How long an action takes, apart from others and at the full speed of what it shares with them."""
+        seconds = self.seconds(action)
+        match action:
+            case SwapIn(value) | SwapOut(value):
+                device = self.rules.device_of(value)
+                link = self._links[device]
+                if link is not None:
+                    name = f"{'h2d' if isinstance(action, SwapIn) else 'd2h'} {link}"
+                    return Work(self.latencies[device], seconds - self.latencies[device], name)
+            case Update(pack):
+                if not self._has_workers_for_all and self.rules.backward_packs[pack].update == "host":
+                    return Work(0.0, seconds, "update workers")
+        return Work(seconds, 0.0, None)
+
     def compute_seconds(self, action: Forward | Backward) -> float:
         rules, costs = self.rules, self.rules.costs
         device, _ = rules.place(action)
@@ -99,7 +133,7 @@ class Timing:
     def update_seconds(self, pack: int) -> float:
         layers = self.rules.backward_packs[pack]
         if layers.update == "host":
-            return self.rules.costs.host_update_seconds(layers.first, layers.last) * self.host_share
+            return self.rules.costs.host_update_seconds(layers.first, layers.last)
         device, _ = self.rules.place(Update(pack))
         seconds = self.rules.costs.device_update_seconds(layers.first, layers.last)
         if seconds is None:
@@ -125,7 +159,11 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def run(graph: Graph, timing: Timing, max_iterations: int = MAX_ITERATIONS) -> Run:
-    """Repeat a program until its period settles."""
+    """Repeat a program until its period settles; by events where actions share what they run on."""
+    if timing.shared:
+        from planner.fluid import run_shared  # which builds on the nouns of this file
+
+        return run_shared(graph, timing)
     durations = [timing.seconds(action) for action in graph.actions]
     receives = [isinstance(action, Receive) for action in graph.actions]
     count = len(durations)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from planner.contract.cuts import nbytes
-from planner.lower import MAX_LATE
+from planner.lower import MAX_LATE, depth_options
 from planner.search.draft import Draft
 from planner.search.pack_models import PackModels
 from planner.search.problem import ranges
@@ -305,20 +305,14 @@ class TaskMaker:
         stages = self.shape.num_stages
         forward, backward = len(self.lengths(draft.forward_size)), len(self.lengths(draft.backward_size))
         least = 1 + -(-draft.backward_size // draft.forward_size)
-        full = max(least, max(forward, backward) - stages + 2)
-        depth = max(2, backward)
-        options = [
-            (r, i)
-            for r in dict.fromkeys((full, (full + least) // 2, least))
-            for i in (depth, (depth + 2) // 2, 2)
-        ]
+        options = depth_options(max(forward, backward), stages, max(2, backward), least)
         self.depths, self.received = [2] * stages, [least] * stages
         for stage in range(stages):
             own = [task for task in tasks if task.stage == stage]
             if not own:
                 continue
             best, most = -1, len(own) * (1 + any(task.gradient_bytes for task in own))
-            for tried in dict.fromkeys(options):
+            for tried in options:
                 hidden = hide(own, self.limits[stage], *tried, stages == 1)
                 if hidden > best:
                     best, (self.received[stage], self.depths[stage]) = hidden, tried
