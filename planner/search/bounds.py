@@ -31,6 +31,7 @@ import numpy as np
 from planner.contract.cuts import nbytes
 from planner.contract.profile import BATCH
 from planner.graph import layer_graph, longest_path
+from planner.search.pack_models import Floats
 from planner.search.problem import Problem, Shape
 
 NUM_STARTS = 10
@@ -55,6 +56,8 @@ class Bounds:
         self._can_stay = self._costs.device_update_seconds(0, self._costs.num_layers - 1) is not None
         self._depend_on_first = self._all_depend_on_first()
         self.fused_start = lru_cache(maxsize=None)(self._fused_start)
+        self._layer_savings = lru_cache(maxsize=None)(self._find_layer_savings)
+        self._largest_layer = lru_cache(maxsize=None)(self._find_largest_layer)
         self._longest = lru_cache(maxsize=None)(self._longest_path)
         self._savings = lru_cache(maxsize=None)(self._find_savings)
 
@@ -114,16 +117,16 @@ class Bounds:
         costs, last = self._costs, self._costs.num_layers - 1
         if self._is_shared_fairly:
             moved = max(0.0, self._d2h * period - self._least_out())
-            return self._spared(start, size, available + moved)
+            return self._spared(shape, start, size, available + moved)
         backward = 0.0
         for u, n in self._counts(shape, size):
             backward += n * (costs.backward_seconds(0, last, u) + costs.forward_seconds(0, last, u))
-        spared = self._spared(start, size, float("inf"))
+        spared = self._spared(shape, start, size, float("inf"))
         for _ in range(20):
             before = spared
             forward = len(self._scales) * (period - tail) - (backward - spared) / max(self._scales)
             moved = self._fastest_d2h * max(0.0, forward)
-            spared = min(before, self._spared(start, size, available + moved))
+            spared = min(before, self._spared(shape, start, size, available + moved))
             if before - spared <= 1e-6 * before:
                 break
         return spared
@@ -185,52 +188,65 @@ class Bounds:
 
     def _path(self, shape: Shape, forward_size: int, backward_size: int, start: int) -> float:
         """One microbatch's way through the layers, and in a chain one layer's backward for all others of its replica."""
-        costs, layers = self._costs, range(self._costs.num_layers)
+        costs = self._costs
         found = 0.0
         for share in set(shape.shares):
             f, b = self._smallest(share, forward_size), self._smallest(share, backward_size)
-            backward = [costs.backward_seconds(i, i, b) for i in layers]
             path = self._longest(True, f, start) + self._longest(False, b, start)
             others = -(-share // backward_size) - 1
-            again = 0.0 if forward_size == backward_size else 1.0
-            repeated = max(backward[i] + again * costs.forward_seconds(i, i, b) for i in layers)
+            repeated = self._largest_layer(b, forward_size != backward_size)
             if costs.is_chain:
                 path += others * repeated
             found = max(found, path, (others + 1) * repeated)
         return found / max(self._scales)
 
-    def _longest_path(self, is_forward: bool, size: int, start: int) -> float:
+    def _find_largest_layer(self, size: int, recomputes: bool) -> float:
+        """The most seconds that one layer's backward takes, with its recompute or without."""
         costs = self._costs
+        return max(
+            costs.backward_seconds(i, i, size) + (costs.forward_seconds(i, i, size) if recomputes else 0.0)
+            for i in range(costs.num_layers)
+        )
+
+    def _longest_path(self, is_forward: bool, size: int, start: int) -> float:
+        costs, last = self._costs, self._costs.num_layers - 1
+        if costs.is_chain:
+            if not is_forward:
+                return costs.backward_seconds(0, last, size)
+            return costs.forward_seconds(0, start - 1, size) if start else 0.0
         layers = range(costs.num_layers)
         if not is_forward:
             return longest_path(self._graph, [costs.backward_seconds(i, i, size) for i in layers])
         seconds = [costs.forward_seconds(i, i, size) if i < start else 0.0 for i in layers]
         return longest_path(self._graph, seconds)
 
-    def _spared(self, start: int, size: int, available: float) -> float:
+    def _spared(self, shape: Shape, start: int, size: int, available: float) -> float:
         """The most seconds of recompute that so many bytes of activations spare: a fractional knapsack."""
-        num_bytes, seconds = self._savings(start, size)
+        num_bytes, seconds = self._savings(shape, start, size)
         return float(np.interp(available, num_bytes, seconds))
 
-    def _find_savings(self, start: int, size: int) -> tuple[list[float], list[float]]:
+    def _find_savings(self, shape: Shape, start: int, size: int) -> tuple[Floats, Floats]:
         """Running bytes and seconds of the layers below the fused pack, over the whole minibatch, the best a byte first."""
-        costs, problem = self._costs, self._problem
-        count = -(-problem.minibatch // size) + problem.num_devices  # rests of uneven replicas
-        found = []
-        for layer in range(start):
-            given = nbytes((t for t in costs.entering(layer, layer) if t.src != BATCH), size)
-            own = problem.minibatch / size * (costs.kept_bytes(layer, layer, size) - given)
-            found.append((count * costs.forward_seconds(layer, layer, size), own))
+        all_seconds, all_bytes = self._layer_savings(shape, size)
+        seconds, num_bytes = all_seconds[:start], all_bytes[:start]
         # a layer that needs no bytes of its own makes room for others
-        free = [item for item in found if item[1] <= 0]
-        found = sorted(
-            (item for item in found if item[1] > 0), key=lambda item: item[0] / item[1], reverse=True
+        is_free = num_bytes <= 0
+        order = np.argsort(-seconds[~is_free] / num_bytes[~is_free], kind="stable")
+        return (
+            num_bytes[is_free].sum() + np.concatenate([[0.0], np.cumsum(num_bytes[~is_free][order])]),
+            seconds[is_free].sum() + np.concatenate([[0.0], np.cumsum(seconds[~is_free][order])]),
         )
-        num_bytes, seconds = [sum(own for _, own in free)], [sum(spared for spared, _ in free)]
-        for spared, own in found:
-            num_bytes.append(num_bytes[-1] + own)
-            seconds.append(seconds[-1] + spared)
-        return num_bytes, seconds
+
+    def _find_layer_savings(self, shape: Shape, size: int) -> tuple[Floats, Floats]:
+        """Of each layer, over the whole minibatch: seconds of recompute, and the bytes that spare them."""
+        costs = self._costs
+        counts = self._counts(shape, size)
+        seconds, num_bytes = [], []
+        for layer in range(costs.num_layers):
+            entering = [t for t in costs.entering(layer, layer) if t.src != BATCH]
+            seconds.append(sum(n * costs.forward_seconds(layer, layer, u) for u, n in counts))
+            num_bytes.append(sum(n * (costs.kept_bytes(layer, layer, u) - nbytes(entering, u)) for u, n in counts))
+        return np.array(seconds), np.array(num_bytes, dtype=float)
 
     # ---- links
 

@@ -32,8 +32,8 @@ from planner.search.draft import Draft
 from planner.search.tasks import Part, Task, TaskMaker
 
 GB = 1e9
-RELATIVE_GAP = 1e-2
-MAX_NODES = 60
+RELATIVE_GAP = 2e-2
+MAX_NODES = 10
 """Branch and bound gives up there: a count, so that the same draft always gets the same answer."""
 MAX_INTEGERS = 120
 """Up to so many packs microbatches are whole numbers; beyond, fractions that are rounded down."""

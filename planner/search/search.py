@@ -35,11 +35,11 @@ from planner.search.sketch import INFEASIBLE, Sketcher
 
 MODES = ("any", "pp", "dp", "hybrid")
 ACTIVATIONS = ("any", "recompute")
-SEED_BUDGET = 500_000
-SKETCH_BUDGET = 400_000
-COUNT_BUDGET = 700_000
-MOVE_BUDGET = 600_000
-CHOICE_BUDGET = 300_000
+SEED_BUDGET = 350_000
+SKETCH_BUDGET = 250_000
+COUNT_BUDGET = 350_000
+MOVE_BUDGET = 350_000
+CHOICE_BUDGET = 150_000
 """Microbatch steps sketched to look at seeds, at candidates, at other numbers of packs, at other cuts: about a third
 of a second each."""
 NODE_BUDGET = 30_000
@@ -51,6 +51,8 @@ NUM_PER_GROUP = 3
 NUM_COUNTED = 5
 NUM_MOVED = 3
 PLACED_TASKS = 20
+MAX_PLACED = 40
+"""Packs of a draft whose swaps are placed by integer program: larger ones take it seconds."""
 MAX_SIMULATED = 40
 MAX_RETRIES = 6
 TIGHTER = 0.98
@@ -350,7 +352,9 @@ class _Search:
         tasks = 0
         for refinement in best:
             draft, sketcher = refinement.draft, self.sketchers[refinement.draft.shape]
-            if draft.num_forward == 0 or draft.forward_size != draft.backward_size or self._is_late():
+            if not 0 < draft.num_forward <= MAX_PLACED or self._is_late():
+                continue
+            if draft.forward_size != draft.backward_size:
                 continue
             same = replace(draft, forward_cuts=draft.backward_cuts[:-1], reflected=True)
             if (draft.shape, draft.forward_size, draft.backward_cuts) in seen or tasks >= PLACED_TASKS:
