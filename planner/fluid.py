@@ -80,7 +80,9 @@ class _Events:
 
     def run(self) -> Run:
         for iteration, missing in enumerate(self.missing):
-            self.ready.extend(iteration * self.count + node for node in range(self.count) if not missing[node])
+            self.ready.extend(
+                iteration * self.count + node for node in range(self.count) if not missing[node]
+            )
         now = 0.0
         while True:
             while self.ready:

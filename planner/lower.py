@@ -558,7 +558,9 @@ def _depths(rules: Rules) -> list[Depths]:
     num_replicas = len(rules.replicas)
     microbatches = max(len(rules.forward_samples), len(rules.backward_samples)) // num_replicas
     most = max(len(rules.intersecting(i)) for i in range(len(rules.backward_samples)))
-    return depth_options(microbatches, rules.stages, max(2, len(rules.backward_samples) // num_replicas), most + 1)
+    return depth_options(
+        microbatches, rules.stages, max(2, len(rules.backward_samples) // num_replicas), most + 1
+    )
 
 
 def depth_options(microbatches: int, stages: int, inputs: int, least: int) -> list[Depths]:

@@ -7,6 +7,9 @@ What can be live then: every value that is not certainly freed before c starts a
 that moment; c's workspace only while it runs. The largest such sum over all c is the peak; what excludes each
 other because compute lies between (the weights before and after a task) is never added up.
 
+An allocation that waits for a free takes the place of what is freed: where neither the one nor the other is certain, the
+larger of the two counts, not both (`_Exchange`: what returns from the host where what left last had been).
+
 "Certainly" is happens-before: stream order and the waits of precedence.py. Vector clocks hold it:
 clock[lane] of an action is how many actions of that lane are over before it can start. Iterations are
 unrolled, so what the next one prefetches counts in this one.
@@ -55,6 +58,38 @@ class _LaneBytes:
         return rounds * self.freed[-1] + self.freed[position]
 
 
+class _Exchange(msgspec.Struct, frozen=True):
+    """An allocation (a lane and unrolled index) that waits for a free in another lane; the bytes that never add up."""
+
+    maker: tuple[int, int]
+    free: tuple[int, int]
+    nbytes: int
+
+
+def _exchanges(graph: Graph, device: int, compute: int) -> list[_Exchange]:
+    """The exchanges of a device beside its compute stream, each free used once."""
+    found, used = [], set()
+    for lane, own in enumerate(graph.lanes):
+        if own.device != device or lane == compute:
+            continue
+        for position, entry in enumerate(own.entries):
+            node = graph.first_of[lane] + position
+            made = sum(map(graph.rules.nbytes, graph.effects[node].makes))
+            for wait in entry.after if made else ():
+                freed = graph.node_of[wait.free]
+                other = graph.lane_of[freed]
+                if other in (lane, compute) or (freed, wait.ago) in used:
+                    continue
+                used.add((freed, wait.ago))
+                size = min(made, graph.rules.nbytes(wait.free.value))
+                length, other_length = len(own.entries), len(graph.lanes[other].entries)
+                for k in range(wait.ago, UNROLLED):
+                    place = (k - wait.ago) * other_length + graph.position_of[freed]
+                    found.append(_Exchange((lane, k * length + position), (other, place), size))
+                break
+    return found
+
+
 def peaks(graph: Graph, num_devices: int) -> list[Peak]:
     """The peak of each device of a graph's program."""
     clocks = _clocks(graph)
@@ -99,6 +134,7 @@ def _device_peak(graph: Graph, clocks: list[list[list[int]]], tables: list[_Lane
     others = [lane for lane in lanes if lane != compute]
     # first action of each other lane that certainly waits for the end of this compute action, or of the next one;
     # they only ever move on
+    exchanges = _exchanges(graph, device, compute)
     after_this, after_next = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
     for index, clock in enumerate(clocks[compute]):
         position = index % own.length
@@ -110,6 +146,12 @@ def _device_peak(graph: Graph, clocks: list[list[list[int]]], tables: list[_Lane
             after_next[lane] = _first_after(clocks[lane], after_next[lane], compute, index + 1)
             running += tables[lane].made_before(after_this[lane])
             over += tables[lane].made_before(after_next[lane])
+        for exchange in exchanges:
+            # counted twice: made before the lane's first action that certainly comes later, and not certainly freed
+            (lane, made), (other, freed) = exchange.maker, exchange.free
+            if freed >= clock[other]:
+                running -= exchange.nbytes if made < after_this[lane] else 0
+                over -= exchange.nbytes if made < after_next[lane] else 0
         if max(running, over) > best.nbytes:
             best = Peak(max(running, over), graph.where(graph.first_of[compute] + position))
     return best

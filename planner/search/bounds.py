@@ -245,7 +245,9 @@ class Bounds:
         for layer in range(costs.num_layers):
             entering = [t for t in costs.entering(layer, layer) if t.src != BATCH]
             seconds.append(sum(n * costs.forward_seconds(layer, layer, u) for u, n in counts))
-            num_bytes.append(sum(n * (costs.kept_bytes(layer, layer, u) - nbytes(entering, u)) for u, n in counts))
+            num_bytes.append(
+                sum(n * (costs.kept_bytes(layer, layer, u) - nbytes(entering, u)) for u, n in counts)
+            )
         return np.array(seconds), np.array(num_bytes, dtype=float)
 
     # ---- links
