@@ -114,17 +114,24 @@ class Refinement:
 
 def split(draft: Draft, sketcher: Sketcher, start: int, num_forward: int, num_backward: int) -> Draft:
     """The draft with its fused pack from layer `start` on and so many packs below it, evened out by their seconds."""
-    costs = sketcher.problem.costs
-    forward, backward = costs.at(draft.forward_size), costs.at(draft.backward_size)
-    both = [f + b for f, b in zip(backward.forward_seconds, backward.backward_seconds, strict=True)]
-    cuts = (*evened(both, 0, start, num_backward - 1), costs.num_layers)
+    end = sketcher.problem.costs.num_layers
+    cuts = (*_evened(sketcher, draft.backward_size, False, start, num_backward - 1), end)
     if draft.reflected:
         return replace(draft, forward_cuts=cuts[:-1], backward_cuts=cuts)
-    return replace(
-        draft,
-        forward_cuts=evened(forward.forward_seconds, 0, start, min(num_forward, start)),
-        backward_cuts=cuts,
-    )
+    forward = _evened(sketcher, draft.forward_size, True, start, min(num_forward, start))
+    return replace(draft, forward_cuts=forward, backward_cuts=cuts)
+
+
+def _evened(sketcher: Sketcher, size: int, is_forward: bool, end: int, count: int) -> Cuts:
+    key = size, is_forward, end, count
+    found = sketcher.evened.get(key)
+    if found is None:
+        at = sketcher.problem.costs.at(size)
+        prefix = at.forward_seconds
+        if not is_forward:
+            prefix = [f + b for f, b in zip(at.forward_seconds, at.backward_seconds, strict=True)]
+        found = sketcher.evened[key] = evened(prefix, 0, end, count)
+    return found
 
 
 def evened(prefix: list[float], start: int, end: int, count: int) -> Cuts:

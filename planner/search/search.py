@@ -216,9 +216,13 @@ class _Search:
         self._sketch_candidates()
         drafts = self._refined()
         simulated, nodes, retries = 0, 0, MAX_RETRIES
+        tried: set[Draft] = set()
         while drafts and not self._is_late() and (nodes <= NODE_BUDGET or len(self.found) < self.top):
             sketched, draft = drafts.pop(0)
             kind = _kind(draft)
+            if draft in tried:
+                continue
+            tried.add(draft)
             if len(self.found) >= self.top and sketched >= self._worst_seconds():
                 break
             if kind in self.found and sketched >= self.found[kind].seconds:

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from planner.search.draft import Draft
+from planner.search.draft import Cuts, Draft
 from planner.search.pack_models import PackModels
 from planner.search.tasks import Task, TaskMaker
 
@@ -46,6 +46,8 @@ class Sketcher:
         self.problem = models.problem
         self.shape = models.shape
         self.steps = 0
+        self.evened: dict[tuple[int, bool, int, int], Cuts] = {}
+        """Evened out packs that were asked for before; refine.py fills it."""
 
     def seconds(self, draft: Draft) -> float:
         """Seconds of one iteration; infinity where it does not fit."""
@@ -145,7 +147,9 @@ class _Run:
                     self._load(successor)
                     successor = None
                 is_forward = task.is_forward
-                if is_single and not loads and not stash and not offloads:
+                # without offloading compute frees a task's inputs, behind their stash
+                holding = stashes[-1] if is_single and stashes and not draft.offloaded and k <= draft.num_forward else []
+                if is_single and not loads and not stash and not offloads and not holding:
                     end += sum(task.seconds)
                     stashes.append([])
                     outputs = []
@@ -192,6 +196,10 @@ class _Run:
                         if is_pressed and i >= 2 and outputs[i - 2] > end:
                             end = outputs[i - 2]
                         end += seconds
+                        if holding:
+                            held_until = holding[needs[i] if k == draft.num_forward else i]
+                            if held_until > end:
+                                end = held_until
                         if loads:
                             if is_returned:
                                 returned[stage] = [returned[stage][1], end]

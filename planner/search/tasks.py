@@ -90,6 +90,12 @@ class TaskMaker:
         self.samples = max(loads, key=lambda item: item[0] / item[1])[0]
         self._parts: dict[tuple[bool, int, int, int], Part] = {}
         self._lengths: dict[int, list[int]] = {}
+        self._forward_lists: dict[
+            tuple[int, int, int, int], tuple[list[float], list[float], list[float]]
+        ] = {}
+        self._backward_lists: dict[
+            tuple[int, int, int, int, int, int, bool], tuple[list[float], list[float], list[float]]
+        ] = {}
 
     def lengths(self, size: int) -> list[int]:
         """The samples of each microbatch of a replica."""
@@ -167,6 +173,15 @@ class TaskMaker:
             part, stage = self.part(True, first, end, size), draft.forward_stage(p)
             held = bool(draft.held) and draft.held[p]
             received = part.given * size if peer else 0
+            key = first, end, size, stage
+            lists = self._forward_lists.get(key)
+            if lists is None:
+                lists = self._forward_lists[key] = (
+                    [seconds / self.scales[stage] for seconds in part.forward_seconds],
+                    [u * part.batch / rates.h2d for u in lengths] if part.batch else [],
+                    [u * part.handed / peer for u in lengths] if peer else [],
+                )
+            seconds, loads, sends = lists
             offloads: list[float] = []
             if draft.offloaded and draft.offloaded[p]:
                 out = self.part(False, first, end, size).kept_bytes / rates.d2h
@@ -177,15 +192,15 @@ class TaskMaker:
                     True,
                     p,
                     stage,
-                    [seconds / self.scales[stage] for seconds in part.forward_seconds],
+                    seconds,
                     part.weight_bytes / rates.h2d,
                     0 if held else part.weight_bytes,
                     held,
                     0,
-                    [u * part.batch / rates.h2d for u in lengths] if part.batch else [],
+                    loads,
                     [u * stashed[p] / rates.d2h for u in lengths] if stashed[p] else [],
                     offloads,
-                    [u * part.handed / peer for u in lengths] if peer else [],
+                    sends,
                     part.working_bytes - 2 * received + (0 if held else part.weight_bytes),
                     part.batch * size,
                     size * (inner[p] + (part.handed if peer else 0))
@@ -218,23 +233,14 @@ class TaskMaker:
         for b in range(fused, -1, -1):
             first, end = draft.backward_cuts[b], draft.backward_cuts[b + 1]
             part, stage = self.part(False, first, end, size), draft.backward_stage(b)
-            scale = self.scales[stage]
             kept = draft.kept[b] if draft.kept and b < fused else 0
             saved = kept + (draft.offloaded[b] if draft.offloaded and b < fused else 0)
-            seconds = [
-                (backward + (forward if i >= saved else 0.0)) / scale
-                for i, (forward, backward) in enumerate(
-                    zip(part.forward_seconds, part.backward_seconds, strict=True)
-                )
-            ]
             stash = part.given if b < fused else 0
-            loads: list[float] = []
-            if part.batch or (stash and saved < len(lengths)) or saved > kept:
-                loads = [
-                    (u * part.batch + (u * stash if i >= saved else part.kept_bytes if i >= kept else 0))
-                    / rates.h2d
-                    for i, u in enumerate(lengths)
-                ]
+            key = first, end, size, stage, kept, saved, b < fused
+            lists = self._backward_lists.get(key)
+            if lists is None:
+                lists = self._backward_lists[key] = self._lists(part, stage, lengths, kept, saved, stash)
+            seconds, loads, sends = lists
             held = bool(draft.held) and b < fused and draft.held[b]
             working = part.working_bytes if saved < len(lengths) else part.kept_working_bytes
             # what comes from the host and from other devices is counted as it comes
@@ -257,7 +263,7 @@ class TaskMaker:
                     loads,
                     [],
                     [],
-                    [u * part.handed_back / peer for u in lengths] if peer else [],
+                    sends,
                     working + part.gradient_bytes + (0 if held else part.weight_bytes),
                     (part.batch + stash) * size,
                     size * part.handed_back if peer else 0.0,
@@ -268,6 +274,28 @@ class TaskMaker:
                 )
             )
         return found
+
+    def _lists(
+        self, part: Part, stage: int, lengths: list[int], kept: int, saved: int, stash: int
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Of a backward pack by microbatch: seconds of compute, of loads, of sends."""
+        rates, scale = self.models.rates, self.scales[stage]
+        seconds = [
+            (backward + (forward if i >= saved else 0.0)) / scale
+            for i, (forward, backward) in enumerate(
+                zip(part.forward_seconds, part.backward_seconds, strict=True)
+            )
+        ]
+        loads: list[float] = []
+        if part.batch or (stash and saved < len(lengths)) or saved > kept:
+            loads = [
+                (u * part.batch + (u * stash if i >= saved else part.kept_bytes if i >= kept else 0))
+                / rates.h2d
+                for i, u in enumerate(lengths)
+            ]
+        has_peer = self.shape.num_stages > 1 and rates.peer
+        sends = [u * part.handed_back / rates.peer for u in lengths] if has_peer and rates.peer else []
+        return seconds, loads, sends
 
     # ---- memory
 
