@@ -140,7 +140,9 @@ def _device_peak(graph: Graph, clocks: list[list[list[int]]], tables: list[_Lane
         position = index % own.length
         staying = resident + own.made_before(index + 1) - own.freed_before(index)
         staying -= sum(tables[lane].freed_before(clock[lane]) for lane in others)
-        running, over = staying + own.workspace[position], staying
+        # once it is over, what it freed is gone
+        freed_now = own.freed_before(index + 1) - own.freed_before(index)
+        running, over = staying + own.workspace[position], staying - freed_now
         for lane in others:
             after_this[lane] = _first_after(clocks[lane], after_this[lane], compute, index)
             after_next[lane] = _first_after(clocks[lane], after_next[lane], compute, index + 1)

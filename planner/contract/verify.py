@@ -167,7 +167,11 @@ def check_memory(found: list[Peak], rules: Rules, hardware: Hardware) -> None:
                 f"gpu{device}: {peak.nbytes} bytes at {peak.where}, {peak.nbytes - limit} over the limit of {limit} bytes; "
                 f"plan with more memory or smaller microbatches"
             )
-    needed = rules.host_bytes()
+    check_host(rules.host_bytes(), hardware)
+
+
+def check_host(needed: int, hardware: Hardware) -> None:
+    """Raise InfeasibleError where the host has less memory, or less that can be pinned, than `needed` bytes."""
     host = hardware.host
     for name, limit in (("memory_bytes", host.memory_bytes), ("pinnable_bytes", host.pinnable_bytes)):
         if needed > limit:

@@ -21,6 +21,7 @@ from planner.contract.fixed import Fixed
 from planner.contract.hardware import Hardware
 from planner.contract.profile import Profile
 from planner.contract.schedule import Configuration, check_configuration
+from planner.contract.verify import check_host
 from planner.search.bounds import Bounds
 from planner.search.candidates import Candidate, candidates, seeds
 from planner.search.critical import critical_path
@@ -101,7 +102,7 @@ def plan(
     may_keep = activations == "any"
     result = _Search(problem, shapes, may_keep, top, time_limit_seconds, report).solve()
     # fewer devices have more of a shared link each: a plan that leaves one idle may be the faster one
-    if problem.num_devices > 1:
+    if problem.num_devices > 1 and result.schedule is not None:
         fewer = _problem(profile, hardware, minibatch, problem.num_devices - 1)
         search = _Search(fewer, fewer.shapes(mode), may_keep, top, time_limit_seconds, report)
         if search.least_seconds() < result.seconds * FEWER_DEVICES_GAIN:
@@ -212,6 +213,14 @@ class _Search:
 
     def solve(self) -> Result:
         self._bound()
+        costs = self.problem.costs
+        last = costs.num_layers - 1
+        held = costs.weight_bytes(0, last) + costs.gradient_bytes(0, last) + costs.state_bytes(0, last)
+        try:
+            check_host(held, self.problem.hardware)
+        except InfeasibleError as fault:  # whatever the plan
+            elapsed = time.monotonic() - self.started
+            return Result("infeasible", None, INFEASIBLE, self.lower_bound, str(fault), elapsed, 0)
         self._sketch_seeds(SEED_BUDGET)
         self._sketch_candidates()
         drafts = self._refined()
@@ -393,7 +402,8 @@ class _Search:
                 self.found[_kind(draft)] = outcome
         except (InfeasibleError, VerifyError) as fault:
             self.last_fault = self.last_fault or str(fault)
-            return False, 2_000
+            packs = draft.num_forward + 2 * draft.num_backward
+            return False, 2_000 + 4 * packs * len(draft.shape.microbatches(draft.backward_size))
         return True, len(outcome.graph.actions)
 
     def _explain_infeasible(self) -> str:
