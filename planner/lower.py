@@ -171,6 +171,8 @@ class DeviceDraft:
         self.outputs = Ring(2)
         self.received = Ring(depths.received)
         self.is_prefetched = [False] * len(self.tasks)
+        self.has_second = [False] * len(self.tasks)
+        """Whether the weights after the next ones may be there too."""
         self.num_late = [0] * len(self.tasks)
         self.drained = [t for t, task in enumerate(self.tasks) if task.gradients is not None]
         self.last_reader = self._last_readers()
@@ -285,8 +287,9 @@ class DeviceDraft:
             return  # they have their own place, and wait for their free of the iteration before
         weighted = [u for u, task in enumerate(self.tasks) if task.is_streamed]
         k = weighted.index(t)
-        before = weighted[k - 1]
-        target = k - 2 if self.is_prefetched[before] else k - 1
+        target = k - 1
+        if self.is_prefetched[weighted[k - 1]]:
+            target = k - 3 if self.has_second[weighted[k - 2]] else k - 2
         freed = self.tasks[weighted[target % len(weighted)]].weights
         if freed is not None and freed != weights and -len(weighted) <= target:
             self.waits.setdefault(SwapIn(weights), []).append(Wait(Free(freed), int(target < 0)))
@@ -418,11 +421,15 @@ class DeviceDraft:
                 )
             late = 0
             for _, u in self._drained_before(t)[:MAX_LATE]:
-                left -= self._nbytes(self.tasks[u].gradients)
-                if left < 0:
+                size = self._nbytes(self.tasks[u].gradients)
+                if size > left:
                     break
+                left -= size
                 late += 1
             self.num_late[t] = late
+            after = [u for u in weighted if u > later[0]] or weighted if later else []
+            second = self._nbytes(self.tasks[after[0]].weights) if after else 0
+            self.has_second[t] = len(weighted) > 3 and self.is_prefetched[t] and 0 <= second <= left
 
     @property
     def num_hidden(self) -> int:

@@ -137,7 +137,13 @@ def _without_defaults(value: Any) -> Any:
 
 def json_schemas() -> dict[str, dict[str, Any]]:
     """The JSON Schema of each file, by file name."""
-    types = {"profile": Profile, "hardware": Hardware, "schedule": Schedule, "trace": TraceFile}
+    types = {
+        "profile": Profile,
+        "hardware": Hardware,
+        "schedule": Schedule,
+        "trace": TraceFile,
+        "fixed": Fixed,
+    }
     return {f"{name}.schema.json": msgspec.json.schema(kind) for name, kind in types.items()}
 
 

@@ -28,12 +28,13 @@ INFEASIBLE = float("inf")
 
 
 class Neighbours(NamedTuple):
-    """Tasks of the same device, around the iteration: whose weights come next, came before and before that; whose
+    """Tasks of the same device, around the iteration: whose weights come next, and came one, two and three before; whose
     gradients must be gone."""
 
     following: int | None
     previous: int | None
     before_previous: int | None
+    third: int | None
     waited: int | None
 
 
@@ -148,7 +149,11 @@ class _Run:
                     successor = None
                 is_forward = task.is_forward
                 # without offloading compute frees a task's inputs, behind their stash
-                holding = stashes[-1] if is_single and stashes and not draft.offloaded and k <= draft.num_forward else []
+                holding = (
+                    stashes[-1]
+                    if is_single and stashes and not draft.offloaded and k <= draft.num_forward
+                    else []
+                )
                 if is_single and not loads and not stash and not offloads and not holding:
                     end += sum(task.seconds)
                     stashes.append([])
@@ -254,7 +259,8 @@ class _Run:
             start = max(start, self.weights_free[k])
         freed = near.previous
         if freed is not None and self.tasks[freed].is_prefetching:
-            freed = near.before_previous
+            second = near.before_previous
+            freed = near.third if second is not None and self.tasks[second].has_second else second
         if freed is not None and self.weights_free[freed] > start:
             start = self.weights_free[freed]
         if task.is_forward:
@@ -269,7 +275,7 @@ class _Run:
 
 def _neighbours(tasks: list[Task]) -> list[Neighbours]:
     """For each task the tasks of its device around it."""
-    found: list[Neighbours] = [Neighbours(None, None, None, None)] * len(tasks)
+    found: list[Neighbours] = [Neighbours(None, None, None, None, None)] * len(tasks)
     stages: dict[int, list[int]] = {}
     for k, task in enumerate(tasks):
         stages.setdefault(task.stage, []).append(k)
@@ -280,7 +286,7 @@ def _neighbours(tasks: list[Task]) -> list[Neighbours]:
         w = later = before = 0
         for k in own:
             task = tasks[k]
-            one = two = following = waited = None
+            one = two = three = following = waited = None
             is_streamed, makes = task.weight_bytes > 0, task.gradient_bytes > 0
             if is_streamed or task.is_held:
                 later += 1
@@ -288,11 +294,12 @@ def _neighbours(tasks: list[Task]) -> list[Neighbours]:
             if is_streamed:
                 one = weighted[w - 1] if len(weighted) > 1 else None
                 two = weighted[w - 2] if len(weighted) > 2 else None
+                three = weighted[w - 3] if len(weighted) > 3 else None
                 w += 1
             if task.num_late < len(drained) - makes:
                 waited = drained[(before - 1 - task.num_late) % len(drained)]
             before += makes
-            found[k] = Neighbours(following, one, two, waited)
+            found[k] = Neighbours(following, one, two, three, waited)
     return found
 
 

@@ -68,6 +68,8 @@ class Task:
     end_returned: int = 0
     """The microbatches whose offloaded activations return."""
     is_prefetching: bool = False
+    has_second: bool = False
+    """Whether the weights after the next ones may be there too."""
     num_late: int = 0
     """Of how many tasks before the gradients may still be on their way out."""
 
@@ -487,7 +489,8 @@ def hide(own: list[Task], limit: float, received: int, depth: int, is_drained: b
     last_output = next((task.output_bytes for task in reversed(own) if task.output_bytes), 0.0)
     if is_drained:
         last_output = 0.0
-    num_backward = 0
+    num_backward = place = 0
+    weights = [task.weight_bytes for task in own if task.weight_bytes]
     returned = returned_by_task(own, is_drained)
     for k, (task, incoming, after) in enumerate(zip(own, coming, [*own[1:], own[0]], strict=True)):
         left = -returned[k] + limit - task.base_bytes - depth * max(task.input_bytes, after.input_bytes)
@@ -508,10 +511,14 @@ def hide(own: list[Task], limit: float, received: int, depth: int, is_drained: b
             return -1
         task.num_late = 0
         for j in range(1, min(MAX_LATE, len(leaving) - bool(task.gradient_bytes)) + 1):
-            left -= leaving[made - j]
-            if left < 0:
+            if leaving[made - j] > left:
                 break
+            left -= leaving[made - j]
             task.num_late = j
         hidden += task.num_late > 0
         made += bool(task.gradient_bytes)
+        place += task.weight_bytes > 0
+        task.has_second = (
+            len(weights) > 3 and task.is_prefetching and weights[(place + 1) % len(weights)] <= left
+        )
     return hidden
