@@ -289,7 +289,8 @@ class DeviceDraft:
         k = weighted.index(t)
         target = k - 1
         if self.is_prefetched[weighted[k - 1]]:
-            target = k - 3 if self.has_second[weighted[k - 2]] else k - 2
+            has_second = len(weighted) > 3 and self.has_second[weighted[k - 2]]
+            target = k - 3 if has_second else k - 2
         freed = self.tasks[weighted[target % len(weighted)]].weights
         if freed is not None and freed != weights and -len(weighted) <= target:
             self.waits.setdefault(SwapIn(weights), []).append(Wait(Free(freed), int(target < 0)))
