@@ -64,7 +64,7 @@ def explanation(result: Result, answers: Sequence[Answer]) -> RenderableType:
     for name in ("cause", "seconds", "share"):
         path.add_column(name, justify="left" if name == "cause" else "right")
     for cause, seconds in result.critical_path.items():
-        if seconds > 0:
+        if seconds > 1e-6 * total:
             path.add_row(cause, format_seconds(seconds), f"{seconds / total:.1%}")
     rate = result.schedule.configuration.minibatch / total
     table = Table(title="with one change", title_justify="left", box=None)

@@ -226,7 +226,11 @@ class _Search:
         drafts = self._refined()
         simulated, nodes, retries = 0, 0, MAX_RETRIES
         tried: set[Draft] = set()
-        while drafts and not self._is_late() and (nodes <= NODE_BUDGET or len(self.found) < self.top):
+        while (
+            drafts
+            and not (self.found and self._is_late())
+            and (nodes <= NODE_BUDGET or len(self.found) < self.top)
+        ):
             sketched, draft = drafts.pop(0)
             kind = _kind(draft)
             if draft in tried:
@@ -271,7 +275,9 @@ class _Search:
         return self._ranked()[self.top - 1].seconds
 
     def _is_late(self) -> bool:
-        return self.time_limit is not None and time.monotonic() - self.started > self.time_limit
+        """Whether the time is up; not before there is something that fits, by its sketch at least."""
+        is_over = self.time_limit is not None and time.monotonic() - self.started > self.time_limit
+        return is_over and min(self.sketched.values(), default=INFEASIBLE) < INFEASIBLE
 
     # ---- drafts
 

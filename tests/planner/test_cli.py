@@ -136,6 +136,51 @@ def test_plan_uses_as_many_devices_as_asked_for(run: Run) -> None:
     assert json.loads(run(*PLAN, "--devices", "1", "--json").out)["configuration"]["num_devices"] == 1
 
 
+def test_plan_that_is_out_of_time_is_a_plan(run: Run, files: Path) -> None:
+    assert run(*PLAN, "--time-limit", "0", "-o", "out").status == 0
+    assert run("verify", "out", "profile", "hardware").status == 0
+
+
+def test_plan_explains_where_the_time_goes_and_compares(run: Run) -> None:
+    done = run(*PLAN, "--explain", "--top", "2", "--baselines")
+    assert done.status == 0
+    for word in ("critical path", "one more device", "host links twice as fast", "dp-swap", "pp-swap"):
+        assert word in done.out
+    figures = json.loads(run(*PLAN, "--explain", "--top", "2", "--json").out)
+    assert sum(figures["critical_path_seconds"].values()) == pytest.approx(
+        figures["predicted"]["iteration_seconds"]
+    )
+    assert len(figures["what_if"]) == 4
+    assert len(figures["others"]) == 1
+    other = figures["others"][0]["predicted"]["iteration_seconds"]
+    assert other >= figures["predicted"]["iteration_seconds"]
+
+
+def test_plan_takes_a_given_plan_or_the_one_of_a_schedule(run: Run, files: Path) -> None:
+    given = {
+        "schema": "harmony-fixed/1",
+        "forward_microbatch": 2,
+        "backward_microbatch": 2,
+        "forward_packs": [1],
+        "backward_packs": [1, 2],
+    }
+    (files / "fixed").write_text(json.dumps(given))
+    assert run(*PLAN, "--fixed", "fixed", "-o", "out").status == 0
+    assert run("verify", "out", "profile", "hardware").status == 0
+    first, again = (run(*PLAN, "--fixed", name, "--json").out for name in ("fixed", "out"))
+    assert json.loads(first)["predicted"] == json.loads(again)["predicted"]
+
+
+def test_frontier_is_a_table_a_picture_and_json(run: Run, files: Path) -> None:
+    grid = ("frontier", "profile", "hardware", "--minibatch", "2,4", "--devices", "1,2")
+    done = run(*grid, "--memory", "1500,10KB", "--picture", "frontier.png")
+    assert done.status == 0
+    assert len(done.out.strip().splitlines()) == 1 + 8
+    assert (files / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    points = json.loads(run(*grid, "--json").out)
+    assert [(p["minibatch"], p["num_devices"]) for p in points] == [(2, 1), (2, 2), (4, 1), (4, 2)]
+
+
 def test_plan_with_other_memory_plans_for_that_memory(run: Run, files: Path) -> None:
     assert run(*PLAN, "--memory", "1500", "-o", "out").status == 0
     schedule = store.load_schedule(files / "out")
@@ -265,6 +310,12 @@ REFUSED = {
     "no memory left": (
         (*PLAN, "--memory", "0"),
         "--memory 0: 0 bytes of which 0 are reserved on gpu0 leave nothing",
+    ),
+    "a given plan of other layers": ((*PLAN, "--fixed", "profile"), "this version reads 'harmony-fixed/1'"),
+    "a grid that is no list": (("frontier", "profile", "hardware", "--minibatch", "4,x"), "write 1,2,4"),
+    "a grid of more devices than there are": (
+        ("frontier", "profile", "hardware", "--minibatch", "4", "--devices", "5"),
+        "the hardware has 2",
     ),
     "a missing file": (("plan", "none", "hardware", "--minibatch", "4"), "none: No such file or directory"),
     "a folder": (("show", "."), "Is a directory"),
