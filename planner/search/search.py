@@ -36,9 +36,9 @@ from planner.search.sketch import INFEASIBLE, Sketcher
 
 MODES = ("any", "pp", "dp", "hybrid")
 ACTIVATIONS = ("any", "recompute")
-SEED_BUDGET = 350_000
+SEED_BUDGET = 400_000
 SKETCH_BUDGET = 250_000
-COUNT_BUDGET = 350_000
+COUNT_BUDGET = 450_000
 MOVE_BUDGET = 350_000
 CHOICE_BUDGET = 150_000
 """Microbatch steps sketched to look at seeds, at candidates, at other numbers of packs, at other cuts: about a third
@@ -105,7 +105,7 @@ def plan(
     if problem.num_devices > 1 and result.schedule is not None:
         fewer = _problem(profile, hardware, minibatch, problem.num_devices - 1)
         search = _Search(fewer, fewer.shapes(mode), may_keep, top, time_limit_seconds, report)
-        if search.least_seconds() < result.seconds * FEWER_DEVICES_GAIN:
+        if search.least_seconds(result.seconds) < result.seconds * FEWER_DEVICES_GAIN:
             better = plan(
                 profile,
                 hardware,
@@ -203,11 +203,13 @@ class _Search:
         """The best that fits, by kind."""
         self.last_fault = ""
 
-    def least_seconds(self) -> float:
-        """The least that the seeds of the most promising shapes promise, infinity where their bounds promise nothing."""
+    def least_seconds(self, known: float) -> float:
+        """The least that the seeds of the most promising shapes take, infinity where no bound is below what is known."""
         if not self.models:
             return INFEASIBLE
         self._bound()
+        if self.lower_bound >= known:
+            return INFEASIBLE
         self._sketch_seeds(SEED_BUDGET // 8)
         return min(self.sketched.values(), default=INFEASIBLE)
 
