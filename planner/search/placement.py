@@ -70,8 +70,9 @@ class _Program:
         self._fit()
         for stage in range(self.maker.shape.num_stages):
             own = [t for t, task in enumerate(self.tasks) if task.stage == stage]
-            self._memory(stage, own)
-            self._links(own)
+            if own:  # a pipeline of fewer packs leaves stages idle
+                self._memory(stage, own)
+                self._links(own)
         self._compute()
         self._rounds()
         solver = pulp.HiGHS(msg=False, gapRel=RELATIVE_GAP, threads=1, mip_max_nodes=MAX_NODES)

@@ -156,3 +156,37 @@ def test_host_that_is_too_small_is_infeasible_and_says_so() -> None:
 def test_request_that_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(HarmonyError, match=message):
         plan(random_chain(Random(0), 3), server(2), **arguments)
+
+
+@pytest.mark.parametrize("sharing", ["fair", "static", "none"])
+@pytest.mark.parametrize("peer", [None, 4e9])
+def test_unequal_devices_are_planned_for(sharing: str, peer: float | None) -> None:
+    """Case 28: capacity and speed per device; the fast one gets more samples, and no plan exceeds the small one."""
+    profile = random_chain(Random(1), 8, skips=1)
+    hardware = server(3, 40 * MB, peer=peer)
+    first, second, third = hardware.devices
+    fast = msgspec.structs.replace(first, compute_scale=4.0, memory_bytes=80 * MB)
+    small = msgspec.structs.replace(second, memory_bytes=30 * MB)
+    links = tuple(msgspec.structs.replace(link, sharing=sharing) for link in hardware.host_links)
+    hardware = msgspec.structs.replace(hardware, devices=(fast, small, third), host_links=links)
+    for mode in ("any", "pp", "dp"):
+        result = plan(profile, hardware, minibatch=12, mode=mode)
+        assert result.schedule is not None
+        verify(result.schedule, profile, hardware)
+        assert result.lower_bound_seconds <= result.seconds
+        if mode == "dp":
+            samples = [end - start for start, end in result.schedule.configuration.replicas]
+            assert samples[0] == 2 * sum(samples[1:]) == 8
+
+
+def test_uneven_minibatches_have_a_smaller_last_microbatch() -> None:
+    profile, hardware = random_chain(Random(2), 6), server(2)
+    for minibatch in (5, 7):
+        schedule = plan(profile, hardware, minibatch=minibatch).schedule
+        assert schedule is not None
+        verify(schedule, profile, hardware)
+        for ranges in (
+            schedule.configuration.microbatches.forward,
+            schedule.configuration.microbatches.backward,
+        ):
+            assert sum(end - first for first, end in ranges) == minibatch
