@@ -176,6 +176,13 @@ def _problem(profile: Profile, hardware: Hardware, minibatch: int, num_devices: 
     return Problem(profile, hardware, minibatch, num_devices or available)
 
 
+def _patience(problem: Problem) -> int:
+    """Many samples a device make every sketch longer: up to twice the budgets, where layers are not many as well."""
+    if problem.costs.num_layers > 200:
+        return 1
+    return max(1, min(2, problem.minibatch // problem.num_devices // 16))
+
+
 class _Search:
     def __init__(
         self,
@@ -196,6 +203,7 @@ class _Search:
         self.models = {shape: PackModels(problem, shape, points) for shape in shapes}
         self.sketchers = {shape: Sketcher(models) for shape, models in self.models.items()}
         self.bounds = Bounds(problem)
+        self.patience = _patience(problem)
         self.sketched: dict[Draft, float] = {}
         self.ordered: list[tuple[float, tuple[Shape, int, int]]] = []
         self.lower_bound = 0.0
@@ -210,7 +218,7 @@ class _Search:
         self._bound()
         if self.lower_bound >= known:
             return INFEASIBLE
-        self._sketch_seeds(SEED_BUDGET // 8)
+        self._sketch_seeds(self.patience * SEED_BUDGET // 8)
         return min(self.sketched.values(), default=INFEASIBLE)
 
     def solve(self) -> Result:
@@ -223,7 +231,7 @@ class _Search:
         except InfeasibleError as fault:  # whatever the plan
             elapsed = time.monotonic() - self.started
             return Result("infeasible", None, INFEASIBLE, self.lower_bound, str(fault), elapsed, 0)
-        self._sketch_seeds(SEED_BUDGET)
+        self._sketch_seeds(self.patience * SEED_BUDGET)
         self._sketch_candidates()
         drafts = self._refined()
         simulated, nodes, retries = 0, 0, MAX_RETRIES
@@ -324,7 +332,7 @@ class _Search:
             group = candidate.shape, candidate.forward_size, candidate.backward_size
             ordered.append((max(0, rank[group] - NUM_PER_GROUP), candidate.estimate_seconds, candidate))
             rank[group] += 1
-        limit = self._steps() + SKETCH_BUDGET
+        limit = self._steps() + self.patience * SKETCH_BUDGET
         for _, _, candidate in sorted(ordered, key=lambda item: item[:2]):
             if self._is_spent(limit):
                 break
@@ -347,18 +355,18 @@ class _Search:
                 groups[group] = Refinement(self.sketchers[draft.shape], draft, seconds)
         for refinement in groups.values():
             if not self._is_late():
-                refinement.count_packs(COUNT_BUDGET // len(groups))
+                refinement.count_packs(self.patience * COUNT_BUDGET // len(groups))
         best = sorted(groups.values(), key=lambda r: r.seconds)
         for refinement in best[:NUM_MOVED]:
             if not self._is_late():
-                refinement.move_cuts(MOVE_BUDGET // NUM_MOVED)
+                refinement.move_cuts(self.patience * MOVE_BUDGET // NUM_MOVED)
         refined = [(r.seconds, r.draft) for r in best]
         if self.may_keep:
             refined += self._placed(best)
-            limit = self._steps() + CHOICE_BUDGET
+            limit = self._steps() + self.patience * CHOICE_BUDGET
             for refinement in best:
                 if not self._is_spent(limit):
-                    refinement.move_choices(CHOICE_BUDGET // NUM_MOVED)
+                    refinement.move_choices(self.patience * CHOICE_BUDGET // NUM_MOVED)
             refined += [(r.seconds, r.draft) for r in best]
         return [
             (seconds, self.sketchers[draft.shape].filled(draft))
@@ -393,7 +401,7 @@ class _Search:
         limits = list(sketcher.maker.limits)
         sketcher.maker.limits = [int(limit * TIGHTER) for limit in limits]
         refinement = Refinement(sketcher, replace(draft, kept=(), offloaded=()) if draft.reflected else draft)
-        refinement.move_cuts(MOVE_BUDGET // 10)
+        refinement.move_cuts(self.patience * MOVE_BUDGET // 10)
         mended = sketcher.filled(refinement.draft)
         sketcher.maker.limits = limits
         return refinement.seconds, mended

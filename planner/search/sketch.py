@@ -120,7 +120,11 @@ class _Run:
         is_single, received = stages == 1, sketcher.maker.received
         last_end = last_period = period = 0.0
         sketcher.steps += TASK_STEPS * len(tasks)
-        num_steps = sum(len(task.seconds) for task in tasks) + len(tasks)
+        num_steps = len(tasks) + sum(
+            len(task.seconds)
+            for task in tasks
+            if stages > 1 or task.loads or task.stash_seconds or task.offload_seconds
+        )
         for iteration in range(NUM_ITERATIONS):
             for first in self.firsts:
                 if first is not None:
