@@ -3,21 +3,27 @@
     F1.0    Y0.0 I1.0 ─ layers without gradients ─► Y1.0 S1.0
     B1.0    X1.0 ─ layers with gradients, same random numbers ─► outputs; D2.0 ─ backward ─► D1.0, G1 += ...
 
+Where a microbatch's activations are kept or offloaded, its forward runs with gradients and leaves its graph (AF1.0),
+and the backward goes through that one instead of a second forward.
+
 The last backward pack has no forward of its own before it: it starts from Y and ends in the loss (fused).
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from executor.decompose.layers import TensorName
 from executor.host import over_storage
 from executor.memory import Held
 from executor.randomness import seed_layer
+from executor.saved import SavedGraph, SavedTensors, Shared
 from planner.contract.actions import Backward, Forward, Value
 from planner.contract.rules import Rules
 from planner.contract.schedule import BackwardPack
@@ -25,62 +31,96 @@ from planner.contract.schedule import BackwardPack
 if TYPE_CHECKING:
     from executor.replay import Rank
 
+End = TypeVar("End", Tensor, GradientEdge)
+
 Environment = dict[TensorName, Tensor]
 """The tensors between layers that a pack has at a moment."""
 
 
 def run_forward(rank: Rank, action: Forward, iteration: int) -> bool:
-    """A forward pack without gradients: what later packs and recomputes need stays, the rest goes at once."""
+    """A forward pack: what later packs and recomputes need stays, the rest goes at once.
+
+    Without gradients, unless its backward will not recompute.
+    """
     started = time.perf_counter()
     pack = rank.rules.forward_packs[action.pack]
     first, end = rank.rules.forward_samples[action.microbatch]
     weights = _weights(
         rank, rank.rules.forward_weights(action.pack, rank.rules.forward_replica[action.microbatch])
     )
-    values = [value for value in rank.rules.effects(action).makes if value.kind in "YS"]
-    handed = {value: [(t.src, t.name) for t in rank.rules.tensors_of(value)] for value in values}
+    makes = rank.rules.effects(action).makes
+    handed = {v: [(t.src, t.name) for t in rank.rules.tensors_of(v)] for v in makes if v.kind in "YS"}
+    saves = next((value for value in makes if value.kind == "AF"), None)
     environment = _given(rank, action)
-    with rank.device.on("compute"), torch.no_grad():
+    with rank.device.on("compute"):
+        graph = _open_graph(rank, action, weights, environment) if saves is not None else None
         kept = {key for keys in handed.values() for key in keys}
-        for layer in range(pack.first, pack.last + 1):
-            seed_layer(rank.options.seed, iteration, layer, first)
-            _run_layer(rank, layer, weights, environment, end - first, own_buffers=False)
-            _forget(rank, environment, layer, pack.last, kept)
+        with graph.saved.hooks() if graph is not None else torch.no_grad():
+            for layer in range(pack.first, pack.last + 1):
+                seed_layer(rank.options.seed, iteration, layer, first)
+                _run_layer(rank, layer, weights, environment, end - first, own_buffers=False)
+                _forget(rank, environment, layer, pack.last, kept)
         for value, keys in handed.items():
             rank.memory.keep(
                 value, {key: _standalone(rank, environment[key], environment, key) for key in keys}
             )
+        if saves is not None and graph is not None:
+            ends = {
+                key: environment[key] for key in kept if rank.decomposition.boundaries[key].is_differentiable
+            }
+            graph.close(dict(sorted(ends.items())), rank.memory.nothing)
+            del ends
+            rank.memory.keep_graph(saves, graph)
         environment.clear()
     return rank.device.pace(started, pack.seconds[action.microbatch] if pack.seconds else 0.0)
 
 
+def _open_graph(rank: Rank, action: Forward, weights: Held, environment: Environment) -> SavedGraph:
+    """A graph that begins at the pack's inputs: leaves take their places in the environment."""
+    slots: dict[int, Shared] = {}
+    others = []
+    if weights.slot is not None:
+        slots[weights.slot.data_ptr()] = "weights"
+    for place, value in rank.rules.effects(action).reads:
+        held = rank.memory[value] if place == "gpu" and value.kind in "IY" else None
+        if held is None or held.slot is None:
+            continue
+        if value.kind == "I":
+            slots[held.slot.data_ptr()] = "batch"
+        else:
+            others += list(held.tensors.values())
+    leaves = _leaves(rank, environment)
+    environment |= leaves
+    saved = SavedTensors(slots, others, rank.memory.pool.owns)
+    return SavedGraph(saved, leaves, weights.parameters)
+
+
+def _leaves(rank: Rank, given: Environment) -> Environment:
+    boundaries = rank.decomposition.boundaries
+    return {
+        key: tensor.detach().requires_grad_(boundaries[key].is_differentiable)
+        for key, tensor in given.items()
+    }
+
+
 def run_backward(rank: Rank, action: Backward, iteration: int) -> bool:
-    """Forward again with gradients (for the fused pack: for the first time), then backward."""
+    """Forward again with gradients (for the fused pack: for the first time), then backward.
+
+    Where the forward left its graph, backward at once.
+    """
     started = time.perf_counter()
     rules = rank.rules
     pack = rules.backward_packs[action.pack]
-    samples = rules.backward_samples[action.microbatch]
     replica = rules.backward_replica[action.microbatch]
     weights = _weights(rank, rules.backward_weights(action.pack, replica))
-    _attach_gradients(rank, action, weights)
-    given = _given(rank, action)
-    is_fused = action.pack == rules.fused
+    graph = rank.memory.graphs.pop(Value("AF", action.pack, action.microbatch), None)
+    _attach_gradients(rank, action, weights.parameters if graph is None else graph.parameters)
     with rank.device.on("compute"):
-        leaves = {
-            key: tensor.detach().requires_grad_(rank.decomposition.boundaries[key].is_differentiable)
-            for key, tensor in given.items()
-        }
-        del given
-        loss, ends = _recompute(rank, pack, samples, iteration, weights, dict(leaves), is_fused)
-        if is_fused:
-            share = (samples[1] - samples[0]) / rules.configuration.minibatch
-            rank.store.losses[iteration % 2][action.microbatch].copy_(loss.detach(), non_blocking=True)
-            torch.autograd.backward([loss], [torch.full_like(loss, share)])
+        if graph is None:
+            leaves = _backward_after_forward(rank, action, weights, iteration)
         else:
-            outputs, gradients = _received_gradients(rank, action, ends)
-            torch.autograd.backward(outputs, gradients)
-            del outputs, gradients
-        del loss, ends
+            leaves = _backward_through_graph(rank, action, weights, graph)
+            del graph
         handed = Value("D", action.pack, action.microbatch)
         tensors = rules.tensors_of(handed)
         if tensors:
@@ -94,6 +134,42 @@ def run_backward(rank: Rank, action: Backward, iteration: int) -> bool:
             )
         leaves.clear()
     return rank.device.pace(started, pack.seconds[action.microbatch] if pack.seconds else 0.0)
+
+
+def _backward_after_forward(rank: Rank, action: Backward, weights: Held, iteration: int) -> Environment:
+    """Run forward and backward; the leaves, with their gradients."""
+    rules = rank.rules
+    pack = rules.backward_packs[action.pack]
+    samples = rules.backward_samples[action.microbatch]
+    is_fused = action.pack == rules.fused
+    leaves = _leaves(rank, _given(rank, action))
+    loss, ends = _recompute(rank, pack, samples, iteration, weights, dict(leaves), is_fused)
+    if is_fused:
+        share = (samples[1] - samples[0]) / rules.configuration.minibatch
+        rank.store.losses[iteration % 2][action.microbatch].copy_(loss.detach(), non_blocking=True)
+        torch.autograd.backward([loss], [torch.full_like(loss, share)])
+    else:
+        outputs, gradients = _received_gradients(rank, action, ends)
+        torch.autograd.backward(outputs, gradients)
+    return leaves
+
+
+def _backward_through_graph(rank: Rank, action: Backward, weights: Held, graph: SavedGraph) -> Environment:
+    """Backward through what the forward left; the leaves, with their gradients."""
+    shared: dict[Shared, torch.UntypedStorage] = {}
+    if weights.slot is not None:
+        shared["weights"] = weights.slot.untyped_storage()
+    batch = Value("X", action.pack, action.microbatch)
+    if rank.rules.tensors_of(batch):
+        slot = rank.memory[batch].slot
+        assert slot is not None
+        shared["batch"] = slot.untyped_storage()
+    graph.saved.resolve(shared)
+    outputs, gradients = _received_gradients(rank, action, graph.ends)
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
+    graph.ends.clear()
+    return graph.leaves
 
 
 def _recompute(
@@ -190,7 +266,7 @@ def _weights(rank: Rank, values: tuple[Value, ...]) -> Held:
     return joined
 
 
-def _attach_gradients(rank: Rank, action: Backward, weights: Held) -> None:
+def _attach_gradients(rank: Rank, action: Backward, parameters: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Each parameter's .grad is its place in G, zeroed by the first microbatch: backward adds in place."""
     rules = rank.rules
     if not rules.is_trained(action.pack):
@@ -214,7 +290,7 @@ def _attach_gradients(rank: Rank, action: Backward, weights: Held) -> None:
             start += rank.places[layer].gradient_bytes
     for layer, gradients in rank.memory[value].gradients.items():
         for name, gradient in gradients.items():
-            weights.parameters[layer][name].grad = gradient
+            parameters[layer][name].grad = gradient
 
 
 def _given(rank: Rank, action: Forward | Backward) -> Environment:
@@ -257,11 +333,12 @@ def _joined(
         cut.append(tensor[(max(first, begin) - begin) * rows : (min(end, stop) - begin) * rows])
     if len(cut) == 1:
         return cut[0]
-    with rank.device.on("compute"):
-        return torch.cat(cut)
+    return torch.cat(cut)
 
 
-def _received_gradients(rank: Rank, action: Backward, ends: Environment) -> tuple[list[Tensor], list[Tensor]]:
+def _received_gradients(
+    rank: Rank, action: Backward, ends: Mapping[TensorName, End]
+) -> tuple[list[End], list[Tensor]]:
     """Gradients of what left the pack, summed over the later packs that used it.
 
     The last of them comes first, as in autograd: another order would round another way.

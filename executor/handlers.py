@@ -62,9 +62,9 @@ def _swap_in_weights(rank: Rank, value: Value, nbytes: int) -> None:
         parameters = {
             n: over_storage(storage, start + p.offset, p.shape, p.dtype) for n, p in places.weights.items()
         }
-        if value.kind == "WB":
-            for name in places.gradients:
-                parameters[name].requires_grad_()
+        # those of a forward too: its graph may be kept
+        for name in places.gradients:
+            parameters[name].requires_grad_()
         held.parameters[layer] = parameters
         held.buffers[layer] = {
             n: over_storage(storage, start + p.offset, p.shape, p.dtype) for n, p in places.buffers.items()
@@ -196,10 +196,9 @@ def check_supported(rules: Rules, actions: list[Action]) -> None:
                 raise HarmonyError(
                     f"backward pack {b}: {name} {value!r} cannot be replayed yet, only {only!r}"
                 )
-        others = set(pack.activations) - {"recompute"}
-        if others:
+        if "offload" in pack.activations:
             raise HarmonyError(
-                f"backward pack {b}: activations {others.pop()!r} cannot be replayed yet, only 'recompute'"
+                f"backward pack {b}: activations 'offload' cannot be replayed yet, only 'recompute' and 'keep'"
             )
     for p, forward in enumerate(rules.forward_packs):
         if forward.weights != "stream":

@@ -212,12 +212,21 @@ class HostStore:
 
 
 def over_storage(
-    storage: torch.UntypedStorage, start: int, shape: tuple[int, ...], dtype: torch.dtype
+    storage: torch.UntypedStorage,
+    start: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    strides: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """A tensor of its own over part of a storage: no view, so no version counter is shared."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
+    """A tensor of its own over part of a storage: no view, so no version counter is shared.
+
+    Contiguous unless strides are given.
+    """
+    if strides is None:
+        steps, step = [], 1
+        for size in reversed(shape):
+            steps.append(step)
+            step *= size
+        strides = tuple(reversed(steps))
     empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, start // dtype.itemsize, shape, tuple(reversed(strides)))
+    return empty.set_(storage, start // dtype.itemsize, shape, strides)

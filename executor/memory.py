@@ -3,7 +3,8 @@
 A slot is flat memory from a pool: who frees a value gives its slot back, who makes one takes a slot that is
 large enough, so in the steady state nothing is allocated. Tensors are made over a slot's storage with
 `set_`: views would share a version counter, and autograd would refuse a graph whose slot is filled again.
-That is safe because no graph outlives its action, and a slot is refilled behind the last work that used it.
+That is safe because a slot is refilled behind the last work that used it, and a graph that outlives its action
+saves nothing over slots (saved.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from executor.decompose.layers import TensorName
 from executor.host import over_storage
+from executor.saved import SavedGraph
 from executor.streams import Device, Event
 from planner.contract.actions import Value
 
@@ -29,7 +31,7 @@ Shapes = dict[TensorName, tuple[tuple[int, ...], torch.dtype]]
 class Held:
     """A value on the device. flat: its bytes where it lies in a slot; tensors: by name of the boundary.
 
-    parameters, buffers, gradients: per layer by name, for weights and gradients.
+    parameters, buffers, gradients: per layer by name, for weights and gradients. graph: for saved activations.
     """
 
     nbytes: int = 0
@@ -39,6 +41,7 @@ class Held:
     parameters: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    graph: SavedGraph | None = None
 
 
 class SlotPool:
@@ -86,6 +89,10 @@ class DeviceMemory:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.pool = SlotPool(device)
+        self.graphs: dict[Value, SavedGraph] = {}
+        """Forwards whose backward is to come, by the value of what they saved; it may be on the host meanwhile."""
+        self.nothing = device.slot(16)
+        """Room for one element of any type: what tensors without bytes of their own are made over."""
         self._held: dict[Value, Held] = {}
         self._lock = threading.Lock()
 
@@ -104,6 +111,11 @@ class DeviceMemory:
         """Tensors that compute made; the meter counts their storages as long as they live."""
         self._keep(value, Held(tensors=tensors))
 
+    def keep_graph(self, value: Value, graph: SavedGraph) -> None:
+        """What a forward saved; the meter counts its pieces as it does tensors that compute made."""
+        self.graphs[value] = graph
+        self._keep(value, Held(graph=graph))
+
     def _keep(self, value: Value, held: Held) -> None:
         with self._lock:
             assert value not in self._held, f"{value} is there already"
@@ -117,6 +129,8 @@ class DeviceMemory:
         """The value is gone once `stream` gets here: its slot may be used again, its tensors are let go."""
         with self._lock:
             held = self._held.pop(value)
+        if held.graph is not None:
+            held.graph.saved.leave()
         if held.slot is not None:
             self.device.release(held.nbytes)
             # the free has waited for every reader on this stream, so a mark on it is behind all of them
