@@ -7,14 +7,14 @@ backward are in compute.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from executor.compute import run_backward, run_forward
 from executor.decompose.layers import BATCH, TensorName
-from executor.host import over_storage
+from executor.host import check_free, over_storage
 from executor.memory import slot_bytes, tensors_in
 from planner.contract.actions import (
     Action,
@@ -32,6 +32,7 @@ from planner.contract.actions import (
 )
 from planner.contract.errors import HarmonyError
 from planner.contract.rules import Rules
+from planner.contract.schedule import BackwardPack, ForwardPack
 
 if TYPE_CHECKING:
     from executor.replay import Rank
@@ -42,11 +43,14 @@ if TYPE_CHECKING:
 def run_swap_in(rank: Rank, action: SwapIn, iteration: int) -> bool:
     """Host to device, into a slot."""
     value = action.value
-    nbytes = rank.rules.nbytes(value)
-    if value.kind in ("WF", "WB"):
-        _swap_in_weights(rank, value, nbytes)
+    if value.kind == "AB":
+        nbytes = _swap_in_saved(rank, action)
     else:
-        _swap_in_tensors(rank, value, nbytes, iteration)
+        nbytes = rank.rules.nbytes(value)
+        if value.kind in ("WF", "WB"):
+            _swap_in_weights(rank, value, nbytes)
+        else:
+            _swap_in_tensors(rank, value, nbytes, iteration)
     rank.recorder.record.swapped_in_bytes += nbytes
     return False
 
@@ -97,8 +101,46 @@ def _swap_in_tensors(rank: Rank, value: Value, nbytes: int, iteration: int) -> N
     rank.device.copy(copies, "h2d", started)
 
 
+def _swap_out_saved(rank: Rank, action: SwapOut) -> int:
+    """What a forward saved, to memory of this process: no other one has its graph."""
+    started = time.perf_counter()
+    pieces = rank.memory.graphs[action.value].saved.leave(rank.memory.nothing.device)
+    nbytes = sum(data.nbytes for _, data in pieces)
+    area = rank.offloaded.get(action.value)
+    if area is None or area.nbytes < nbytes:
+        check_free(nbytes, f"gpu{rank.rank}: {action}")
+        area = rank.offloaded[action.value] = rank.device.host_area(nbytes)
+    for _, data in pieces:
+        rank.device.used_on(data, "d2h")
+    rank.device.copy([(area[start : start + data.nbytes], data) for start, data in pieces], "d2h", started)
+    # until the free: the copies may still run
+    rank.memory[action.value].pieces = [data for _, data in pieces]
+    rank.recorder.moved(rank.graph.node_of[action], nbytes)
+    return nbytes
+
+
+def _swap_in_saved(rank: Rank, action: SwapIn) -> int:
+    """The same pieces back into memory that their graph holds."""
+    started = time.perf_counter()
+    left = Value("AF", action.value.pack, action.value.microbatch)
+    area = rank.offloaded[left]
+    pieces = rank.memory.graphs[left].saved.come_back(
+        lambda nbytes: rank.device.empty(nbytes, str(action.value), "h2d")
+    )
+    rank.memory.come_back(action.value)
+    rank.device.copy([(data, area[start : start + data.nbytes]) for start, data in pieces], "h2d", started)
+    for _, data in pieces:
+        rank.device.used_on(data, "compute")
+    nbytes = sum(data.nbytes for _, data in pieces)
+    rank.recorder.moved(rank.graph.node_of[action], nbytes)
+    return nbytes
+
+
 def run_swap_out(rank: Rank, action: SwapOut, iteration: int) -> bool:
-    """Device to host: stashes, gradients, changed buffers."""
+    """Device to host: stashes, saved activations, gradients, changed buffers."""
+    if action.value.kind == "AF":
+        rank.recorder.record.swapped_out_bytes += _swap_out_saved(rank, action)
+        return False
     started = time.perf_counter()
     value, rules = action.value, rank.rules
     copies: list[tuple[Tensor, Tensor]] = []
@@ -187,23 +229,20 @@ HANDLERS: dict[type[Action], Callable[..., bool]] = {
 
 def check_supported(rules: Rules, actions: list[Action]) -> None:
     """Raise HarmonyError, naming it, for what this version plans but does not replay yet."""
-    for b, pack in enumerate(rules.backward_packs):
-        for name, value, only in (
-            ("weights", pack.weights, "stream"),
-            ("update", pack.update, "host"),
-        ):
-            if value != only:
+    phases: dict[str, Sequence[ForwardPack | BackwardPack]] = {
+        "forward": rules.forward_packs,
+        "backward": rules.backward_packs,
+    }
+    for kind, packs in phases.items():
+        for number, pack in enumerate(packs):
+            if pack.weights == "resident":
                 raise HarmonyError(
-                    f"backward pack {b}: {name} {value!r} cannot be replayed yet, only {only!r}"
+                    f"{kind} pack {number}: weights 'resident' cannot be replayed yet, only 'stream' and 'hold'"
                 )
-        if "offload" in pack.activations:
+    for b, backward in enumerate(rules.backward_packs):
+        if backward.update != "host":
             raise HarmonyError(
-                f"backward pack {b}: activations 'offload' cannot be replayed yet, only 'recompute' and 'keep'"
-            )
-    for p, forward in enumerate(rules.forward_packs):
-        if forward.weights != "stream":
-            raise HarmonyError(
-                f"forward pack {p}: weights {forward.weights!r} cannot be replayed yet, only 'stream'"
+                f"backward pack {b}: update {backward.update!r} cannot be replayed yet, only 'host'"
             )
     for action in actions:
         if isinstance(action, (Reduce, Agree)):

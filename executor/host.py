@@ -79,15 +79,20 @@ def _page(nbytes: int) -> int:
 
 def create_memory(nbytes: int) -> int:
     """A file descriptor of shared memory. Raises InfeasibleError where the host has less free memory."""
-    available = psutil.virtual_memory().available
-    if nbytes > available:
-        raise InfeasibleError(
-            f"host: the run needs {nbytes} bytes of memory, {available} are free; "
-            f"end other programs, or plan with a smaller minibatch"
-        )
+    check_free(nbytes, "the run")
     descriptor = os.memfd_create("harmony")
     os.ftruncate(descriptor, nbytes)
     return descriptor
+
+
+def check_free(nbytes: int, what: str) -> None:
+    """Raise InfeasibleError where the host has less free memory."""
+    available = psutil.virtual_memory().available
+    if nbytes > available:
+        raise InfeasibleError(
+            f"host: {what} needs {nbytes} bytes of memory, {available} are free; "
+            f"end other programs, or plan with a smaller minibatch"
+        )
 
 
 class HostStore:

@@ -31,7 +31,8 @@ Shapes = dict[TensorName, tuple[tuple[int, ...], torch.dtype]]
 class Held:
     """A value on the device. flat: its bytes where it lies in a slot; tensors: by name of the boundary.
 
-    parameters, buffers, gradients: per layer by name, for weights and gradients. graph: for saved activations.
+    parameters, buffers, gradients: per layer by name, for weights and gradients. pieces: saved activations on
+    their way to the host.
     """
 
     nbytes: int = 0
@@ -41,7 +42,7 @@ class Held:
     parameters: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    graph: SavedGraph | None = None
+    pieces: list[Tensor] = field(default_factory=list)
 
 
 class SlotPool:
@@ -114,7 +115,11 @@ class DeviceMemory:
     def keep_graph(self, value: Value, graph: SavedGraph) -> None:
         """What a forward saved; the meter counts its pieces as it does tensors that compute made."""
         self.graphs[value] = graph
-        self._keep(value, Held(graph=graph))
+        self._keep(value, Held())
+
+    def come_back(self, value: Value) -> None:
+        """Saved activations have returned; their bytes are the graph's."""
+        self._keep(value, Held())
 
     def _keep(self, value: Value, held: Held) -> None:
         with self._lock:
@@ -129,8 +134,6 @@ class DeviceMemory:
         """The value is gone once `stream` gets here: its slot may be used again, its tensors are let go."""
         with self._lock:
             held = self._held.pop(value)
-        if held.graph is not None:
-            held.graph.saved.leave()
         if held.slot is not None:
             self.device.release(held.nbytes)
             # the free has waited for every reader on this stream, so a mark on it is behind all of them

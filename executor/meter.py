@@ -74,9 +74,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._on_change is not None:
                 self._on_change(self.allocated_bytes)
 
-    def track(self, tensor: Tensor) -> None:
-        """Count a tensor made outside, until its storage is gone."""
-        self._adopt(tensor.untyped_storage())
+    def track(self, tensor: Tensor, what: str = "") -> None:
+        """Count a tensor made outside, until its storage is gone. Raises torch.OutOfMemoryError beyond the budget."""
+        self._adopt(tensor.untyped_storage(), what)
 
     def exclude(self, tensor: Tensor) -> None:
         """Never count this tensor's storage: it is managed elsewhere."""
@@ -102,14 +102,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return
         self._adopt(storage)
 
-    def _adopt(self, storage: torch.UntypedStorage) -> None:
+    def _adopt(self, storage: torch.UntypedStorage, what: str = "") -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
         if not num_bytes:
             return
         with self._lock:
             if key in self._known:
                 return
-            self.allocate(num_bytes, self.doing or "an operation")
+            self.allocate(num_bytes, what or self.doing or "an operation")
             self._known.add(key)
         weakref.finalize(storage, self._release, key, num_bytes)
 

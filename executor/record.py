@@ -40,7 +40,7 @@ def merge(
         for node, iteration, start, end, overrun in record.spans:
             action = graph.actions[node]
             lane = graph.lanes[graph.lane_of[node]]
-            nbytes = graph.rules.moved_bytes(action)
+            nbytes = record.moved[node] if node in record.moved else graph.rules.moved_bytes(action)
             spans.append(
                 Span(
                     str(action),

@@ -16,7 +16,8 @@ SPAN_ITERATIONS = 4
 class RankRecord:
     """One rank's part of a trace; picklable. Seconds are of time.perf_counter, the same on the whole server.
 
-    spans: (node, iteration, start, end, overrun). memory: (seconds, allocated bytes).
+    spans: (node, iteration, start, end, overrun). memory: (seconds, allocated bytes). moved: node -> bytes, of swaps
+    whose size only the run knows (saved activations).
     """
 
     rank: int
@@ -24,6 +25,7 @@ class RankRecord:
     memory: list[tuple[float, int]] = field(default_factory=list)
     ends: dict[int, float] = field(default_factory=dict)
     overruns: dict[int, int] = field(default_factory=dict)
+    moved: dict[int, int] = field(default_factory=dict)
     peak_bytes: int = 0
     reserved_bytes: int = 0
     swapped_in_bytes: int = 0
@@ -55,6 +57,10 @@ class Recorder:
                 record.overruns[iteration] = record.overruns.get(iteration, 0) + 1
         if iteration >= self._first_kept:
             record.spans.append((span.node, iteration, span.started, span.ended, span.overrun))
+
+    def moved(self, node: int, nbytes: int) -> None:
+        """What a swap moved whose size the schedule does not say."""
+        self.record.moved[node] = nbytes
 
     def memory(self, allocated_bytes: int) -> None:
         """The bytes allocated changed."""

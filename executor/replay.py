@@ -31,7 +31,7 @@ from executor.randomness import mixed_seed
 from executor.recorder import RankRecord, Recorder, Span
 from executor.streams import Device, Event, make_device
 from executor.structure import LayerPlaces
-from planner.contract.actions import Action, Receive, Send
+from planner.contract.actions import Action, Receive, Send, Value
 from planner.contract.hardware import Hardware
 from planner.contract.precedence import Graph
 
@@ -82,6 +82,8 @@ class Rank:
             on_memory=self.recorder.memory,
         )
         self.memory = DeviceMemory(self.device)
+        self.offloaded: dict[Value, torch.Tensor] = {}
+        """Saved activations on the host, in areas that every iteration fills again."""
         pairs = {(self.rules.place(a)[0], a.value.device) for a in graph.actions if isinstance(a, Send)}
         self.peers = Peers(sorted(pairs), "nccl" if options.device == "cuda" else "gloo")
         layers = range(len(decomposition.layers))

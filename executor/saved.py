@@ -33,12 +33,17 @@ Shared = Literal["weights", "batch"]
 
 @dataclass(eq=False)
 class Piece:
-    """Bytes that saved tensors lie in. data: those bytes while they are where they were made; start: their place
-    among the offloaded ones."""
+    """Bytes that saved tensors lie in. data: those bytes while on the device; start: their place on the host."""
 
     nbytes: int
     data: Tensor | None
     start: int = 0
+
+    def take(self) -> Tensor:
+        """The bytes, which are nobody's from now on but the caller's."""
+        assert self.data is not None
+        data, self.data = self.data, None
+        return data
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +74,8 @@ class SavedTensors:
         # same memory as long as its piece lives
         self._pieces: weakref.WeakValueDictionary[int, Piece] = weakref.WeakValueDictionary()
         self._shared: Mapping[Shared, torch.UntypedStorage] = {}
-        self._returned: torch.UntypedStorage | None = None
+        # on their way out, on the host, on their way back
         self._moved: list[Piece] = []
-        self.nbytes = 0
-        """Of all pieces that move."""
 
     def hooks(self) -> AbstractContextManager[None]:
         """Graphs made inside save their tensors here."""
@@ -87,28 +90,26 @@ class SavedTensors:
 
     # ---- pieces that move
 
-    def gather(self, device: torch.device) -> list[tuple[int, Tensor]]:
-        """Give each piece on the device a place among the offloaded bytes; (start, bytes) of each."""
+    def leave(self, device: torch.device) -> list[tuple[int, Tensor]]:
+        """All pieces on the device go to the host, one behind the other: the place there and the bytes of each."""
         found = [
             p for p in self._pieces.values() if p.nbytes and p.data is not None and p.data.device == device
         ]
-        # by the largest power of two in their sizes: so each lies aligned behind the one before, without a gap
-        found.sort(key=lambda piece: -min(piece.nbytes & -piece.nbytes, 64))
-        self.nbytes = 0
+        end = 0
         for piece in found:
-            piece.start = self.nbytes
-            self.nbytes += piece.nbytes
+            piece.start = end
+            end += piece.nbytes
         self._moved = found
-        return [(piece.start, piece.data) for piece in found if piece.data is not None]
+        return [(piece.start, piece.take()) for piece in found]
 
-    def leave(self) -> None:
-        """The gathered pieces are on the host now."""
+    def come_back(self, allocate: Callable[[int], Tensor]) -> list[tuple[int, Tensor]]:
+        """The same pieces return, each to memory of its own, which the backward lets go of as it proceeds."""
+        found = []
         for piece in self._moved:
-            piece.data = None
-
-    def come_back(self, flat: Tensor) -> None:
-        """The gathered pieces are in these bytes now."""
-        self._returned = flat.untyped_storage()
+            piece.data = allocate(piece.nbytes)
+            found.append((piece.start, piece.data))
+        self._moved = []
+        return found
 
     def resolve(self, shared: Mapping[Shared, torch.UntypedStorage]) -> None:
         """Where the shared slots are for the backward."""
@@ -141,15 +142,13 @@ class SavedTensors:
         return piece
 
     def _unpack(self, place: Place) -> Tensor:
-        source, offset = place.source, place.offset
-        if not isinstance(source, Piece):
-            storage = self._shared[source]
-        elif source.data is not None:
+        source = place.source
+        if isinstance(source, Piece):
+            assert source.data is not None, "asked for while on the host"
             storage = source.data.untyped_storage()
         else:
-            assert self._returned is not None, "asked for while on the host"
-            storage, offset = self._returned, source.start + offset
-        return over_storage(storage, offset, place.shape, place.dtype, place.strides)
+            storage = self._shared[source]
+        return over_storage(storage, place.offset, place.shape, place.dtype, place.strides)
 
 
 @dataclass(eq=False)

@@ -44,6 +44,12 @@ class Device(Protocol):
     def slot(self, nbytes: int) -> Tensor:
         """Flat memory on the device, for the pool of slots; not counted."""
 
+    def empty(self, nbytes: int, what: str, stream: str) -> Tensor:
+        """Flat memory on the device for work on a stream, counted until it is gone. Raises torch.OutOfMemoryError."""
+
+    def host_area(self, nbytes: int) -> Tensor:
+        """Flat memory of this process on the host, for copies to and from the device."""
+
     def account(self, nbytes: int, what: str) -> None:
         """Planned bytes begin to live. Raises torch.OutOfMemoryError beyond the budget."""
 
@@ -81,7 +87,7 @@ class Device(Protocol):
         """Call back once the event has happened."""
 
     def used_on(self, tensor: Tensor, stream: str) -> None:
-        """A tensor made by compute is read on another stream: its memory must outlive that read."""
+        """A tensor made on one stream is read on another: its memory must outlive that read."""
 
     def finish(self) -> None:
         """Wait for all streams."""
@@ -123,6 +129,14 @@ class VirtualDevice:
         slot = torch.empty(nbytes, dtype=torch.uint8)
         self.meter.exclude(slot)
         return slot
+
+    def empty(self, nbytes: int, what: str, stream: str) -> Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        self.meter.track(tensor, what)
+        return tensor
+
+    def host_area(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def account(self, nbytes: int, what: str) -> None:
         self.meter.allocate(nbytes, what)
@@ -255,6 +269,13 @@ class CudaDevice:
     def slot(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def empty(self, nbytes: int, what: str, stream: str) -> Tensor:
+        with self.on(stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def host_area(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
     def account(self, nbytes: int, what: str) -> None:
         return  # the caching allocator counts, and refuses beyond the fraction
 
@@ -311,7 +332,7 @@ class CudaDevice:
         call()
 
     def used_on(self, tensor: Tensor, stream: str) -> None:
-        # the allocator gives the memory to compute again as soon as the last reference is gone,
+        # the allocator gives the memory to its own stream again as soon as the last reference is gone,
         # while this stream may still be reading: tell it
         tensor.record_stream(self.streams[stream])
 

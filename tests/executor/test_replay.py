@@ -564,7 +564,7 @@ def test_memory_is_flat_over_iterations() -> None:
     ("change", "message"),
     [
         ({"update": "device"}, "update 'device'"),
-        ({"activations": ("offload",) * 4}, "activations 'offload'"),
+        ({"weights": "resident"}, "weights 'resident'"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_by_name_before_the_run(
