@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from executor.compute import run_backward, run_forward
@@ -31,6 +32,7 @@ from planner.contract.actions import (
     Value,
 )
 from planner.contract.errors import HarmonyError
+from planner.contract.precedence import Graph
 from planner.contract.rules import Rules
 from planner.contract.schedule import BackwardPack, ForwardPack
 
@@ -200,6 +202,38 @@ def run_receive(rank: Rank, action: Receive, iteration: int) -> bool:
     return False
 
 
+def run_reduce(rank: Rank, action: Reduce, iteration: int) -> bool:
+    """A pack's gradients: a replica's share to the owner, or at the owner the sum of all."""
+    value, rules = action.value, rank.rules
+    owner = rules.backward_device(value.pack, rules.owner(value.pack))
+    with rank.device.on("reduce"):
+        for run in _gradient_runs(rank, value):
+            if rank.rank == owner:
+                devices = [rules.backward_device(value.pack, r) for r in range(len(rules.replicas))]
+                rank.peers.add_shares(run, rank.device, owner, devices)
+            else:
+                rank.peers.send_share(run, rank.device, rank.rank, owner)
+    return False
+
+
+def _gradient_runs(rank: Rank, value: Value) -> list[Tensor]:
+    """The bytes of a pack's gradients as flat tensors, one for each stretch of one type."""
+    pack, flat = rank.rules.backward_packs[value.pack], rank.memory[value].flat
+    assert flat is not None
+    starts: list[tuple[int, torch.dtype]] = []
+    layer_start = 0
+    for layer in range(pack.first, pack.last + 1):
+        for place in rank.places[layer].gradients.values():
+            if not starts or starts[-1][1] != place.dtype:
+                starts.append((layer_start + place.offset, place.dtype))
+        layer_start += rank.places[layer].gradient_bytes
+    ends = [start for start, _ in starts[1:]] + [flat.nbytes]
+    return [
+        over_storage(flat.untyped_storage(), start, ((end - start) // dtype.itemsize,), dtype)
+        for (start, dtype), end in zip(starts, ends, strict=True)
+    ]
+
+
 def run_update(rank: Rank, action: Update, iteration: int) -> bool:
     """The optimizer step of a pack, on the host."""
     started = time.perf_counter()
@@ -221,6 +255,7 @@ HANDLERS: dict[type[Action], Callable[..., bool]] = {
     SwapOut: run_swap_out,
     Send: run_send,
     Receive: run_receive,
+    Reduce: run_reduce,
     Update: run_update,
     Free: run_free,
 }
@@ -245,5 +280,23 @@ def check_supported(rules: Rules, actions: list[Action]) -> None:
                 f"backward pack {b}: update {backward.update!r} cannot be replayed yet, only 'host'"
             )
     for action in actions:
-        if isinstance(action, (Reduce, Agree)):
+        if isinstance(action, Agree):
             raise HarmonyError(f"{action}: cannot be replayed yet")
+
+
+def check_reductions(graph: Graph) -> None:
+    """Raise HarmonyError where two replicas reduce in different orders: each would wait for the other for ever."""
+    rules = graph.rules
+    orders = {
+        lane.device: [entry.action.value.pack for entry in lane.entries if isinstance(entry.action, Reduce)]
+        for lane in graph.lanes
+        if lane.stream == "reduce"
+    }
+    for device, packs in orders.items():
+        first = device % rules.stages
+        for place, (ours, theirs) in enumerate(zip(packs, orders.get(first, []), strict=False)):
+            if ours != theirs:
+                raise HarmonyError(
+                    f"gpu{device}/reduce: pack {ours} is number {place}, on gpu{first}/reduce pack {theirs} is; "
+                    f"replicas must reduce in one order"
+                )

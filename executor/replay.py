@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from executor.decompose import Decomposition
-from executor.handlers import HANDLERS, check_supported
+from executor.handlers import HANDLERS, check_reductions, check_supported
 from executor.host import HostStore
 from executor.memory import DeviceMemory
 from executor.models import Workload
@@ -31,7 +31,7 @@ from executor.randomness import mixed_seed
 from executor.recorder import RankRecord, Recorder, Span
 from executor.streams import Device, Event, make_device
 from executor.structure import LayerPlaces
-from planner.contract.actions import Action, Receive, Send, Value
+from planner.contract.actions import Action, Receive, Reduce, Send, Value
 from planner.contract.hardware import Hardware
 from planner.contract.precedence import Graph
 
@@ -70,6 +70,7 @@ class Rank:
         self.store = store
         self.options = options
         check_supported(self.rules, graph.actions)
+        check_reductions(graph)
         num_devices = self.rules.configuration.num_devices
         self.recorder = Recorder(rank, options.steps)
         self.device: Device = make_device(
@@ -84,8 +85,15 @@ class Rank:
         self.memory = DeviceMemory(self.device)
         self.offloaded: dict[Value, torch.Tensor] = {}
         """Saved activations on the host, in areas that every iteration fills again."""
-        pairs = {(self.rules.place(a)[0], a.value.device) for a in graph.actions if isinstance(a, Send)}
-        self.peers = Peers(sorted(pairs), "nccl" if options.device == "cuda" else "gloo")
+        self._meets = _meetings(graph)
+        self._met = {node for nodes in self._meets.values() for node in nodes}
+        pairs: dict[type[Action], set[tuple[int, int]]] = {Receive: set(), Reduce: set()}
+        for node, others in self._meets.items():
+            target, _ = self.rules.place(graph.actions[node])
+            sources = (self.rules.place(graph.actions[other])[0] for other in others)
+            pairs[type(graph.actions[node])] |= {(source, target) for source in sources}
+        backend = "nccl" if options.device == "cuda" else "gloo"
+        self.peers = Peers(pairs[Receive], pairs[Reduce], backend)
         layers = range(len(decomposition.layers))
         self.optimizer = LayerOptimizer(
             options.optimizer,
@@ -95,11 +103,6 @@ class Rank:
             store.states(),
         )
         self._lanes = [i for i, lane in enumerate(graph.lanes) if lane.device == rank]
-        self._meets = {
-            node: graph.node_of[Send(action.value)]
-            for node, action in enumerate(graph.actions)
-            if isinstance(action, Receive)
-        }
         self._recorded = [0] * len(graph.actions)
         self._events: dict[tuple[int, int], Event] = {}
         self._changed = threading.Condition()
@@ -147,15 +150,15 @@ class Rank:
         first = self.graph.first_of[lane_index]
         for iteration in range(self.options.steps):
             for node, entry in enumerate(lane.entries, first):
-                meets = self._meets.get(node)
+                meets = self._meets.get(node, ())
                 for other, ago in self.graph.waits[node]:
-                    if other != meets:
+                    if other not in meets:
                         self._wait(lane.stream, other, iteration - ago)
-                if meets is not None:
+                for other in meets:
                     # a rendezvous: the send is over only once this has begun, so its beginning is what to
                     # wait for; no sooner, or the slot would count before the plan lets it
-                    self.poll(lambda meets=meets, k=iteration: self.store.begun[meets] > k)  # type: ignore[misc]
-                if isinstance(entry.action, Send):
+                    self.poll(lambda other=other, k=iteration: self.store.begun[other] > k)  # type: ignore[misc]
+                if node in self._met:
                     self.store.begun[node] = iteration + 1
                 before = self.device.mark(lane.stream)
                 with (
@@ -288,6 +291,18 @@ class Rank:
     def _check(self) -> None:
         if self._failure is not None or self.store.failed:
             raise Aborted(f"gpu{self.store.failed - 1} failed")
+
+
+def _meetings(graph: Graph) -> dict[int, tuple[int, ...]]:
+    """The sends that a receive, and the shares that a reduction at the owner, runs together with."""
+    found: dict[int, tuple[int, ...]] = {}
+    for node, action in enumerate(graph.actions):
+        if isinstance(action, Receive):
+            found[node] = (graph.node_of[Send(action.value)],)
+        if isinstance(action, Reduce):
+            shares = (value for place, value in graph.effects[node].reads if place == "link")
+            found[node] = tuple(graph.node_of[Reduce(value)] for value in shares)
+    return found
 
 
 def minibatch_loss(losses: Sequence[float], samples: Sequence[tuple[int, int]]) -> float:
