@@ -66,12 +66,17 @@ class Task:
         self.is_owner = not self.is_forward and replica == rules.owner(self.pack)
         kind = "WF" if self.is_forward else "WB"
         self.is_held = self.is_forward and layers.weights == "hold"
-        loads = rules.has_weights(layers) and (self.is_forward or layers.weights == "stream")
+        loads = rules.has_weights(layers) and (layers.weights == "stream" or self.is_held)
         self.weights = Value(kind, self.pack, replica=self.tag) if loads else None
         # held weights stay until the backward that reads them last
         self.last_uses: tuple[Value, ...] = ()
         trained = not self.is_forward and rules.is_trained(self.pack)
-        self.gradients = Value("G", self.pack, replica=self.tag) if trained else None
+        is_updated_there = trained and rules.backward_packs[self.pack].update == "device"
+        gradients = Value("G", self.pack, replica=self.tag) if trained else None
+        self.gradients = None if is_updated_there else gradients
+        """Those that leave the device."""
+        self.consumed = gradients if is_updated_there else None
+        """Those that an update on the device takes."""
         writes_back = (
             replica == 0 and self.weights is not None and rules.moved_bytes(SwapOut(self.weights)) > 0
         )
@@ -160,6 +165,7 @@ class DeviceDraft:
         self.held_bytes = sum(
             rules.nbytes(t.weights) for t in self.tasks if t.is_held and t.weights is not None
         )
+        self.held_bytes += sum(rules.nbytes(v) for v in rules.residents() if rules.device_of(v) == device)
         self._find_last_uses()
         chosen = {choice for pack in rules.backward_packs for choice in pack.activations}
         self.last_stashed: dict[int, Value] = {}
@@ -220,6 +226,8 @@ class DeviceDraft:
                     (self.lanes["send"] if waits_for_stash else lane).append(Free(value))
                     if waits_for_stash:
                         self.last_stashed[t] = value
+            if task.consumed is not None:
+                lane += [Update(task.pack), Free(task.consumed)]
             for action in task.actions:
                 self._collect_outputs(t, action)
         self._drain_outputs()
@@ -455,6 +463,7 @@ class DeviceDraft:
             own = (
                 self.held_bytes
                 + self._nbytes(task.gradients)
+                + self._nbytes(task.consumed)
                 + (self._nbytes(task.weights) if task.is_streamed else 0)
             )
             found.append(own + sum(ring[t] for ring in rings) + max(map(rules.workspace, task.actions)))

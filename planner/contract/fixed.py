@@ -12,6 +12,7 @@ class Fixed(Noun):
     forward, so the forward packs cover that many layers less. replicas: 1 is a pipeline over all devices, as many as
     devices is data parallelism. reflected: a pack's backward runs where its forward ran, which takes the same packs
     in both phases. kept, offloaded: of each backward pack's microbatches in a replica, how many do not recompute.
+    resident: of each backward pack whether its weights and optimizer states never leave the device, which updates them.
     """
 
     forward_microbatch: int
@@ -22,4 +23,5 @@ class Fixed(Noun):
     reflected: bool = False
     kept: tuple[int, ...] = ()
     offloaded: tuple[int, ...] = ()
+    resident: tuple[bool, ...] = ()
     schema: str = SCHEMA

@@ -91,6 +91,7 @@ def check_program(graph: Graph) -> None:
             )
         if lane.device != device or (stream and lane.stream != stream):
             raise VerifyError(f"{graph.where(node)}: belongs to gpu{device}/{stream or 'any stream'}")
+    _check_residents(rules)
     for action in required(rules):
         if action not in graph.node_of:
             raise VerifyError(f"{action} is in no stream; {_why_required(action)}")
@@ -113,6 +114,20 @@ def required(rules: Rules) -> Iterator[Action]:
             yield SwapOut(Value("WB", b, replica=rules.replica_tag(replica)))
         if pack.update == "device" and pack.weights != "resident":
             yield SwapOut(Value("K", b))
+
+
+def _check_residents(rules: Rules) -> None:
+    """A replica that is not the owner would keep old weights."""
+    for b, pack in enumerate(rules.backward_packs):
+        if pack.weights == "resident" and rules.is_trained(b) and len(rules.replicas) > 1:
+            raise VerifyError(
+                f"backward pack {b}: trained and resident on {len(rules.replicas)} replicas, of which only replica "
+                f"{rules.owner(b)} updates it"
+            )
+        if pack.weights == "resident" and rules.is_trained(b) and pack.update == "host":
+            raise VerifyError(
+                f"backward pack {b}: resident and updated on the host, its device would keep old weights"
+            )
 
 
 def _written_back_by(rules: Rules, b: int) -> list[int]:

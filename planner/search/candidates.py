@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.search.draft import Cuts, Draft
+from planner.search.draft import Cuts, Draft, Residency, why_not_resident
 from planner.search.pack_models import PackModels
 from planner.search.packing import Fused, Packing, Prefixes
 from planner.search.problem import Shape
@@ -86,7 +86,13 @@ def seeds(sketcher: Sketcher, forward_size: int, backward_size: int, may_keep: b
     plain = Draft(shape, forward_size, backward_size, (0, largest), (0, largest, end))
     kinds = [plain]
     if may_keep and forward_size == backward_size:
-        kinds += [replace(plain, reflected=True), replace(plain, reflected=True, may_offload=True)]
+        reflected = replace(plain, reflected=True)
+        kinds += [reflected, replace(reflected, may_offload=True)]
+        kinds += [replace(reflected, may_reside=policy) for policy in _residencies(sketcher, shape)]
+        if largest == 0 and shape.num_stages == 1:
+            # all layers in the fused pack: no forward packs, nothing is recomputed
+            whole = replace(reflected, forward_cuts=(0,), backward_cuts=(0, end))
+            yield from (replace(whole, may_reside=policy) for policy in _residencies(sketcher, shape))
     for count in sorted(counts):
         usual = max(largest, end - max(1, round(end / count)))
         for start in sorted({largest, usual}):
@@ -94,6 +100,18 @@ def seeds(sketcher: Sketcher, forward_size: int, backward_size: int, may_keep: b
                 continue
             for kind in kinds:
                 yield split(kind, sketcher, start, max(1, count // 2 if kind is plain else count), count)
+
+
+def _residencies(sketcher: Sketcher, shape: Shape) -> tuple[Residency, ...]:
+    """Whether some or all weights may be resident: where updates on the device were measured, or nothing is updated."""
+    problem = sketcher.problem
+    layers = range(problem.costs.num_layers)
+    if all(why_not_resident(problem, shape.num_replicas, i, i + 1) for i in layers):
+        return ()
+    last = problem.costs.num_layers - 1
+    needed = problem.costs.weight_bytes(0, last) + problem.costs.state_bytes(0, last)
+    fits = needed <= sum(problem.limits) // shape.num_replicas
+    return ("first", "some", "all") if fits else ("first", "some")
 
 
 def _prefixes(models: PackModels, size: int, slack: int, is_forward: bool) -> list[Prefixes]:

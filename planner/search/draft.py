@@ -14,6 +14,9 @@ Cuts = tuple[int, ...]
 
 Choice = Literal["recompute", "keep", "offload"]
 
+Residency = Literal["none", "first", "some", "all"]
+"""Which packs are to be resident: the one that the next iteration waits for, as many as fit, all."""
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -23,7 +26,7 @@ class Draft:
     forward ran, which needs the same packs in both phases; else packs follow each other around the devices.
     kept, offloaded (of reflected drafts; empty: whatever fits is kept): of each backward pack's microbatches in a replica, how many keep their activations on the
     device and how many on the host, the rest recomputes. held: backward packs whose weights stay
-    on the device after their forward.
+    on the device after their forward. resident: those whose weights and states never leave it.
     """
 
     shape: Shape
@@ -35,8 +38,11 @@ class Draft:
     kept: tuple[int, ...] = ()
     offloaded: tuple[int, ...] = ()
     held: tuple[bool, ...] = ()
+    resident: tuple[bool, ...] = ()
     may_offload: bool = False
     """Where kept is still open: whether activations also go to the host while links are idle."""
+    may_reside: Residency = "none"
+    """Where kept is still open: which packs' weights and states are to be resident, before anything is kept."""
 
     @property
     def is_filled(self) -> bool:
@@ -73,21 +79,27 @@ def configure(problem: Problem, draft: Draft) -> Configuration:
     """The configuration of a draft."""
     shape = draft.shape
     held = draft.held or (False,) * draft.num_backward
+    resident = draft.resident or (False,) * draft.num_backward
+    weights: list[Literal["stream", "hold", "resident"]] = [
+        "resident" if resident[i] else "hold" if held[i] and i < draft.num_forward else "stream"
+        for i in range(draft.num_backward)
+    ]
     forward = tuple(
-        ForwardPack(a, b - 1, draft.forward_stage(i), "hold" if draft.reflected and held[i] else "stream")
+        ForwardPack(a, b - 1, draft.forward_stage(i), weights[i] if draft.reflected else "stream")
         for i, (a, b) in enumerate(pairwise(draft.forward_cuts))
     )
     counts = [-(-share // draft.backward_size) for share in shape.shares]
     backward = []
     for i, (a, b) in enumerate(pairwise(draft.backward_cuts)):
         choices = tuple(choice for count in counts for choice in draft.choices(i, count))
-        is_held = held[i] and i < draft.num_forward
+        is_updated_there = resident[i] and problem.costs.gradient_bytes(a, b - 1) > 0
         backward.append(
             BackwardPack(
                 a,
                 b - 1,
                 draft.backward_stage(i),
-                "hold" if is_held else "stream",
+                weights[i],
+                "device" if is_updated_there else "host",
                 activations=choices if set(choices) != {"recompute"} else (),
             )
         )
@@ -103,3 +115,22 @@ def configure(problem: Problem, draft: Draft) -> Configuration:
         tuple(backward),
         shape.replicas,
     )
+
+
+def why_not_resident(problem: Problem, num_replicas: int, first: int, end: int) -> str:
+    """What keeps layers [first, end) from being updated on their device; empty where nothing does.
+
+    The owner of a sum has no way to hand its result to replicas but the host, and a tied parameter is updated once.
+    """
+    costs = problem.costs
+    if not costs.gradient_bytes(first, end - 1):
+        return ""
+    if num_replicas > 1:
+        return f"layers {first} to {end - 1} are trained by {num_replicas} replicas, which get new weights from the host"
+    if costs.device_update_seconds(first, end - 1) is None:
+        return f"the profile has no device_seconds of the update of layers {first} to {end - 1}"
+    for tie in problem.profile.ties:
+        outside = [layer for layer in tie.layers if not first <= layer < end]
+        if outside and len(outside) < len(tie.layers):
+            return f"layers {first} to {end - 1} share a parameter with layer {outside[0]}, which is updated with them"
+    return ""

@@ -5,12 +5,12 @@ In: what a `harmony-fixed/1` file says. Out: a configuration.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from planner.contract.errors import FormatError
 from planner.contract.fixed import Fixed
 from planner.contract.schedule import Configuration
-from planner.search.draft import Cuts, Draft, configure
+from planner.search.draft import Cuts, Draft, configure, why_not_resident
 from planner.search.problem import Problem
 
 
@@ -37,6 +37,8 @@ def fixed_configuration(problem: Problem, fixed: Fixed) -> Configuration:
         )
     if fixed.reflected and fixed.forward_packs != fixed.backward_packs[:-1]:
         raise FormatError("$.reflected: needs the same packs forward and backward")
+    if fixed.resident:
+        _check_resident(problem, fixed)
     for name in ("kept", "offloaded"):
         chosen = getattr(fixed, name)
         if chosen and (len(chosen) != len(fixed.backward_packs) or not fixed.reflected):
@@ -50,8 +52,24 @@ def fixed_configuration(problem: Problem, fixed: Fixed) -> Configuration:
         fixed.reflected,
         fixed.kept or ((0,) * len(fixed.backward_packs) if fixed.reflected else ()),
         fixed.offloaded,
+        resident=fixed.resident,
     )
     return configure(problem, draft)
+
+
+def _check_resident(problem: Problem, fixed: Fixed) -> None:
+    if len(fixed.resident) != len(fixed.backward_packs):
+        raise FormatError(
+            f"$.resident: {len(fixed.resident)} choices for {len(fixed.backward_packs)} backward packs"
+        )
+    if any(fixed.resident[:-1]) and not fixed.reflected:
+        raise FormatError("$.resident: needs reflected packs, but for the last one")
+    cuts = _cuts(fixed.backward_packs)
+    for b, (first, end) in enumerate(pairwise(cuts)):
+        if fixed.resident[b]:
+            fault = why_not_resident(problem, fixed.replicas, first, end)
+            if fault:
+                raise FormatError(f"$.resident[{b}]: {fault}")
 
 
 def _cuts(counts: tuple[int, ...]) -> Cuts:

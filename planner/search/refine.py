@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from planner.search.draft import Cuts, Draft
+from planner.search.draft import Cuts, Draft, why_not_resident
 from planner.search.sketch import INFEASIBLE, Sketcher
 
 MARGIN = 1e-6
@@ -58,7 +58,7 @@ class Refinement:
                 step = max(1, step // 2)
 
     def move_choices(self, max_steps: int) -> None:
-        """One activation more or less kept or offloaded, pack by pack."""
+        """One activation more or less kept or offloaded, weights resident or not, pack by pack."""
         if not self.draft.reflected:
             return
         self.draft = self.sketcher.filled(self.draft)
@@ -66,12 +66,27 @@ class Refinement:
         improved = True
         while improved:
             improved = False
+            for pack in range(self.draft.num_backward if self.draft.resident else 0):
+                if self.sketcher.steps >= limit:
+                    return
+                changed = self._move_in(pack)
+                improved |= changed is not None and self._accept(changed)
             for pack in range(self.draft.num_forward):
                 for more_kept, more_offloaded in ((1, 0), (0, 1), (1, -1), (-1, 1), (-1, 0), (0, -1)):
                     if self.sketcher.steps >= limit:
                         return
                     changed = self._choose(pack, more_kept, more_offloaded)
                     improved |= changed is not None and self._accept(changed)
+
+    def _move_in(self, pack: int) -> Draft | None:
+        """A pack's weights resident, or no longer."""
+        draft, shape = self.draft, self.draft.shape
+        layers = draft.backward_cuts[pack], draft.backward_cuts[pack + 1]
+        resident = list(draft.resident)
+        resident[pack] = not resident[pack]
+        if resident[pack] and why_not_resident(self.sketcher.problem, shape.num_replicas, *layers):
+            return None
+        return replace(draft, resident=tuple(resident))
 
     def _choose(self, pack: int, more_kept: int, more_offloaded: int) -> Draft | None:
         draft = self.draft

@@ -25,7 +25,7 @@ from planner.contract.verify import check_host
 from planner.search.bounds import Bounds
 from planner.search.candidates import Candidate, candidates, seeds
 from planner.search.critical import critical_path
-from planner.search.draft import Cuts, Draft, configure
+from planner.search.draft import Cuts, Draft, Residency, configure
 from planner.search.fixed import fixed_configuration
 from planner.search.outcome import Outcome, check_fits, evaluate, make_schedule, what_limits
 from planner.search.pack_models import PackModels, Points
@@ -58,12 +58,14 @@ MAX_SIMULATED = 40
 MAX_RETRIES = 6
 TIGHTER = 0.98
 
-Group = tuple[Shape, int, int, tuple[bool, bool]]
-"""A shape, the microbatch sizes, whether it is reflected and whether it may offload."""
+Group = tuple[Shape, int, int, tuple[bool, bool, Residency]]
+"""A shape, the microbatch sizes, whether it is reflected, whether it may offload and what may be resident."""
 
 
 def _kind(draft: Draft) -> Group:
-    return draft.shape, draft.forward_size, draft.backward_size, (draft.reflected, bool(draft.offloaded))
+    residency: Residency = "some" if any(draft.resident) else "none"
+    kind = draft.reflected, bool(draft.offloaded), residency
+    return draft.shape, draft.forward_size, draft.backward_size, kind
 
 
 def plan(
@@ -348,7 +350,7 @@ class _Search:
         )
         groups: dict[Group, Refinement] = {}
         for seconds, draft in sketched:
-            kind = draft.reflected, draft.may_offload
+            kind = draft.reflected, draft.may_offload, draft.may_reside
             group = draft.shape, draft.forward_size, draft.backward_size, kind
             of_kind = sum(other[-1] == kind for other in groups)
             if group not in groups and of_kind < NUM_COUNTED and seconds < INFEASIBLE:
@@ -383,7 +385,7 @@ class _Search:
             draft, sketcher = refinement.draft, self.sketchers[refinement.draft.shape]
             if not 0 < draft.num_forward <= MAX_PLACED or self._is_late():
                 continue
-            if draft.forward_size != draft.backward_size:
+            if draft.forward_size != draft.backward_size or draft.may_reside != "none":
                 continue
             same = replace(draft, forward_cuts=draft.backward_cuts[:-1], reflected=True)
             if (draft.shape, draft.forward_size, draft.backward_cuts) in seen or tasks >= PLACED_TASKS:
@@ -400,7 +402,10 @@ class _Search:
         sketcher = self.sketchers[draft.shape]
         limits = list(sketcher.maker.limits)
         sketcher.maker.limits = [int(limit * TIGHTER) for limit in limits]
-        refinement = Refinement(sketcher, replace(draft, kept=(), offloaded=()) if draft.reflected else draft)
+        reopened = replace(draft, kept=(), offloaded=()) if draft.reflected else draft
+        if draft.resident:
+            reopened = replace(reopened, resident=(), may_reside="some")
+        refinement = Refinement(sketcher, reopened)
         refinement.move_cuts(self.patience * MOVE_BUDGET // 10)
         mended = sketcher.filled(refinement.draft)
         sketcher.maker.limits = limits

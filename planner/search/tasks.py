@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from planner.contract.cuts import nbytes
 from planner.lower import MAX_LATE, depth_options
-from planner.search.draft import Draft
+from planner.search.draft import Draft, why_not_resident
 from planner.search.pack_models import PackModels
 from planner.search.problem import ranges
 
@@ -174,6 +174,7 @@ class TaskMaker:
         for p, (first, end) in enumerate(pairwise(draft.forward_cuts)):
             part, stage = self.part(True, first, end, size), draft.forward_stage(p)
             held = bool(draft.held) and draft.held[p]
+            streamed = 0 if held or _is_resident(draft, p) else part.weight_bytes
             received = part.given * size if peer else 0
             key = first, end, size, stage
             lists = self._forward_lists.get(key)
@@ -196,14 +197,14 @@ class TaskMaker:
                     stage,
                     seconds,
                     part.weight_bytes / rates.h2d,
-                    0 if held else part.weight_bytes,
+                    streamed,
                     held,
                     0,
                     loads,
                     [u * stashed[p] / rates.d2h for u in lengths] if stashed[p] else [],
                     offloads,
                     sends,
-                    part.working_bytes - 2 * received + (0 if held else part.weight_bytes),
+                    part.working_bytes - 2 * received + streamed,
                     part.batch * size,
                     size * (inner[p] + (part.handed if peer else 0))
                     + (self.part(False, first, end, size).kept_bytes if offloads else 0),
@@ -244,6 +245,10 @@ class TaskMaker:
                 lists = self._backward_lists[key] = self._lists(part, stage, lengths, kept, saved, stash)
             seconds, loads, sends = lists
             held = bool(draft.held) and b < fused and draft.held[b]
+            resident = _is_resident(draft, b)
+            streamed = 0 if held or resident else part.weight_bytes
+            if resident and part.gradient_bytes:
+                seconds = [*seconds[:-1], seconds[-1] + self.device_update_seconds(first, end, stage)]
             working = part.working_bytes if saved < len(lengths) else part.kept_working_bytes
             # what comes from the host and from other devices is counted as it comes
             received = part.handed * size if peer else 0
@@ -259,14 +264,14 @@ class TaskMaker:
                     stage,
                     seconds,
                     part.weight_bytes / rates.h2d,
-                    0 if held else part.weight_bytes,
+                    streamed,
                     False,
-                    part.gradient_bytes,
+                    0 if resident else part.gradient_bytes,
                     loads,
                     [],
                     [],
                     sends,
-                    working + part.gradient_bytes + (0 if held else part.weight_bytes),
+                    working + part.gradient_bytes + streamed,
                     (part.batch + stash) * size,
                     size * part.handed_back if peer else 0.0,
                     received,
@@ -276,6 +281,11 @@ class TaskMaker:
                 )
             )
         return found
+
+    def device_update_seconds(self, first: int, end: int, stage: int) -> float:
+        """Of layers [first, end); infinity where it was not measured."""
+        seconds = self.problem.costs.device_update_seconds(first, end - 1)
+        return float("inf") if seconds is None else seconds / self.scales[stage]
 
     def _lists(
         self, part: Part, stage: int, lengths: list[int], kept: int, saved: int, stash: int
@@ -313,10 +323,11 @@ class TaskMaker:
             before = own
 
     def _add_staying(self, draft: Draft, tasks: list[Task]) -> None:
-        """Activations that stay from a pack's forward to its backward count in all tasks between, held weights always."""
-        if not draft.kept and not draft.held:
+        """Activations that stay from a pack's forward to its backward count in all tasks between, held weights and
+        what is resident always."""
+        if not draft.kept and not draft.held and not draft.resident:
             return
-        staying = [0] * self.shape.num_stages
+        staying = self.resident_bytes(draft)
         parts = [self.part(False, a, b, draft.backward_size) for a, b in pairwise(draft.backward_cuts)]
         for p in range(draft.num_forward):
             if draft.held and draft.held[p]:
@@ -329,6 +340,18 @@ class TaskMaker:
             task.base_bytes += staying[task.stage]
             if not task.is_forward:
                 staying[task.stage] -= own
+
+    def resident_bytes(self, draft: Draft) -> list[int]:
+        """Of each stage: weights and states that never leave it."""
+        found = [0] * self.shape.num_stages
+        for b, (first, end) in enumerate(pairwise(draft.backward_cuts)):
+            if _is_resident(draft, b):
+                found[draft.backward_stage(b)] += self._resident_pack_bytes(first, end)
+        return found
+
+    def _resident_pack_bytes(self, first: int, end: int) -> int:
+        costs = self.problem.costs
+        return costs.weight_bytes(first, end - 1) + costs.state_bytes(first, end - 1)
 
     def _hide(self, draft: Draft, tasks: list[Task]) -> bool:
         """Decide what is hidden behind each task; whether all fit."""
@@ -363,11 +386,15 @@ class TaskMaker:
 
         Where it may offload: of each pack as many as leave while its forward runs and return while its backward does.
         """
-        bare = replace(draft, kept=(0,) * draft.num_backward, offloaded=())
+        bare = replace(draft, kept=(0,) * draft.num_backward, offloaded=(), may_reside="none")
+        if draft.may_reside != "none":
+            bare = replace(bare, resident=self._residents(draft, bare))
         tasks = self.bare_tasks(bare)
         packs, size = draft.num_forward, draft.backward_size
         parts = [self.part(False, a, b, size) for a, b in pairwise(draft.forward_cuts)]
         left = self.room(tasks, size)
+        resident = self.resident_bytes(bare)
+        left = [room - resident[task.stage] for room, task in zip(left, tasks, strict=True)]
         count = len(self.lengths(size))
         offloaded = (
             self._offloaded(tasks, parts, left, count) if draft.may_offload else [0] * draft.num_backward
@@ -382,6 +409,27 @@ class TaskMaker:
             kept[p] = max(0, min(most, int(room[stage] // own))) if own else most
             room[stage] -= kept[p] * own
         return replace(bare, kept=tuple(kept), offloaded=tuple(offloaded) if any(offloaded) else ())
+
+    def _residents(self, draft: Draft, bare: Draft) -> tuple[bool, ...]:
+        """Which packs are resident: all that may be, or of those the first, or the inner ones that fit beside what
+        hides transfers."""
+        cuts = list(pairwise(draft.backward_cuts))
+        may = [not why_not_resident(self.problem, self.shape.num_replicas, *cut) for cut in cuts]
+        if draft.may_reside == "all":
+            return tuple(may)
+        if draft.may_reside == "first":
+            return (may[0], *(False for _ in cuts[1:]))
+        tasks = self.bare_tasks(bare)
+        left = [float("inf")] * self.shape.num_stages
+        for task, room in zip(tasks, self.room(tasks, draft.backward_size), strict=True):
+            left[task.stage] = min(left[task.stage], room)
+        found = [False] * len(cuts)
+        for b in range(len(cuts) - 1, -1, -1):
+            stage, needed = draft.backward_stage(b), self._resident_pack_bytes(*cuts[b])
+            if may[b] and needed <= left[stage]:
+                left[stage] -= needed
+                found[b] = True
+        return tuple(found)
 
     def _offloaded(self, tasks: list[Task], parts: list[Part], left: list[float], count: int) -> list[int]:
         """Per pack how many microbatches' activations leave and return while the links have nothing else to do.
@@ -441,6 +489,10 @@ class TaskMaker:
                 hidden += received * max(task.received_bytes, after.received_bytes)
                 left[k] = self.limits[stage] - task.base_bytes - hidden
         return left
+
+
+def _is_resident(draft: Draft, pack: int) -> bool:
+    return bool(draft.resident) and draft.resident[pack]
 
 
 def returned_by_task(own: list[Task], is_drained: bool) -> list[int]:

@@ -44,6 +44,9 @@ def test_a_given_plan_is_lowered_verified_and_bounded_like_any_other() -> None:
         ({"forward_packs": (3, 0)}, "at least one layer"),
         ({"reflected": True}, "the same packs forward and backward"),
         ({"kept": (1, 1, 0)}, "needs reflected packs"),
+        ({"resident": (False, True)}, "2 choices for 3 backward packs"),
+        ({"resident": (True, False, False)}, "needs reflected packs"),
+        ({"resident": (False, False, True)}, r"resident\[2\]: the profile has no device_seconds"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(change: dict[str, object], message: str) -> None:

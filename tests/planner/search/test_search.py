@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, product
 from random import Random
 from typing import Any
@@ -13,14 +14,14 @@ import pytest
 
 from planner.contract import store
 from planner.contract.errors import HarmonyError, InfeasibleError, VerifyError
-from planner.contract.verify import verify
+from planner.contract.verify import check_program, verify
 from planner.search import plan
 from planner.search.bounds import Bounds
 from planner.search.draft import Draft, configure
 from planner.search.outcome import check_fits, evaluate
 from planner.search.problem import Problem
 from planner.simulate import simulate
-from tests.planner.chains import MB, random_chain, reference_case, server
+from tests.planner.chains import MB, random_chain, reference_case, server, updated_anywhere
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,54 @@ def test_no_plan_is_below_the_bound_and_the_search_finds_the_best(seed: int, dev
     assert devices == 1 or kinds["dp"] > 50
     result = plan(problem.profile, problem.hardware, minibatch=4)
     assert best * (1 - 1e-9) <= result.seconds <= best * (1 + 1e-9)
+
+
+def with_residents(problem: Problem) -> Iterator[Draft]:
+    """Reflected drafts of one pipeline with everything kept or recomputed, and any packs resident."""
+    for draft in every_plan(problem):
+        count = -(-draft.shape.samples // draft.backward_size)
+        if draft.reflected and draft.shape.num_replicas == 1 and set(draft.kept[:-1]) <= {0, count}:
+            for resident in product((False, True), repeat=draft.num_backward):
+                yield replace(draft, resident=resident)
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(1, 35), (1, 90), (2, 30)])
+def test_the_search_finds_the_best_of_plans_with_resident_weights(devices: int, memory: int) -> None:
+    profile = updated_anywhere(random_chain(Random(memory), 3))
+    problem = Problem(profile, server(devices, memory * MB), 4, devices)
+    bounds = Bounds(problem)
+    best, num_resident = float("inf"), 0
+    for draft in with_residents(problem):
+        try:
+            outcome = evaluate(problem, configure(problem, draft))
+            check_fits(problem, outcome)
+            check_program(outcome.graph)
+        except InfeasibleError:
+            continue
+        num_resident += any(draft.resident)
+        bound = bounds.seconds(draft.shape, draft.forward_size, draft.backward_size)
+        assert outcome.seconds >= bound * (1 - 1e-9), draft
+        best = min(best, outcome.seconds)
+    assert num_resident > 20
+    result = plan(profile, problem.hardware, minibatch=4)
+    assert result.schedule is not None
+    assert result.seconds <= best * (1 + 1e-9)
+    verify(result.schedule, profile, problem.hardware)
+
+
+def test_what_fits_stays_and_nothing_is_swapped_but_the_batch() -> None:
+    profile = updated_anywhere(random_chain(Random(5), 6))
+    result = plan(profile, server(2, 10_000 * MB, rate=1e7), minibatch=8, mode="pp")
+    assert result.schedule is not None
+    configuration = result.schedule.configuration
+    assert {pack.weights for pack in configuration.backward_packs} == {"resident"}
+    assert {pack.update for pack in configuration.backward_packs} == {"device"}
+    assert all(set(pack.activations) <= {"keep"} for pack in configuration.backward_packs)
+    assert sum(device.swap_out_bytes for device in result.schedule.predicted.devices) == 0
+    # the batch of 1008 bytes a sample
+    assert sum(device.swap_in_bytes for device in result.schedule.predicted.devices) <= 8 * 1008 * 2
+    host = plan(random_chain(Random(5), 6), server(2, 10_000 * MB, rate=1e7), minibatch=8, mode="pp")
+    assert result.seconds < host.seconds
 
 
 @pytest.mark.parametrize("skips", [0, 3])

@@ -14,7 +14,7 @@ from planner.search.outcome import check_fits, evaluate
 from planner.search.pack_models import PackModels, Points
 from planner.search.problem import Problem, Shape
 from planner.search.sketch import INFEASIBLE, Sketcher
-from tests.planner.chains import MB, random_chain, server
+from tests.planner.chains import MB, random_chain, server, updated_anywhere
 
 
 def random_draft(random: Random, shape: Shape, num_layers: int) -> Draft:
@@ -30,18 +30,27 @@ def random_draft(random: Random, shape: Shape, num_layers: int) -> Draft:
         count = -(-shape.samples // b)
         kept = tuple(random.randrange(0, count + 1) for _ in backward[:-2])
         offloaded = tuple(random.randrange(0, count - k + 1) for k in kept)
+        resident = tuple(random.random() < 0.4 for _ in backward[1:]) if shape.num_replicas == 1 else ()
         return Draft(
-            shape, b, b, backward[:-1], backward, reflected=True, kept=(*kept, 0), offloaded=(*offloaded, 0)
+            shape,
+            b,
+            b,
+            backward[:-1],
+            backward,
+            reflected=True,
+            kept=(*kept, 0),
+            offloaded=(*offloaded, 0),
+            resident=resident,
         )
     return Draft(shape, f, b, cuts(start) if start else (0,), backward)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_sketch_is_close_to_the_simulation_of_random_drafts(replicas: int) -> None:
-    differences, kinds = [], set()
+    differences, kinds, residents = [], set(), 0
     for seed in range(60):
         random = Random(seed)
-        profile = random_chain(random, 7)
+        profile = updated_anywhere(random_chain(random, 7))
         problem = Problem(profile, server(4, 60 * MB), 8, 4)
         shape = problem.shape(replicas)
         draft = random_draft(random, shape, 7)
@@ -53,10 +62,12 @@ def test_sketch_is_close_to_the_simulation_of_random_drafts(replicas: int) -> No
         except (InfeasibleError, VerifyError):
             continue
         kinds.add((draft.reflected, bool(sum(draft.kept)), bool(sum(draft.offloaded))))
+        residents += any(draft.resident)
         if sketched < INFEASIBLE:
             differences.append(abs(sketched / outcome.seconds - 1))
     assert len(differences) > 20
     assert len(kinds) >= 4
+    assert replicas > 1 or residents > 10
     assert median(differences) < 0.01
     assert sorted(differences)[int(0.9 * len(differences))] < 0.1
 
