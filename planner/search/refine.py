@@ -102,6 +102,8 @@ class Refinement:
         if draft in self.seen:
             return False
         self.seen.add(draft)
+        if self.sketcher.is_slower(draft, self.seconds):
+            return False
         found = self.sketcher.seconds(draft)
         if found >= self.seconds * (1 - MARGIN):
             return False

@@ -37,10 +37,10 @@ from planner.search.sketch import INFEASIBLE, Sketcher
 MODES = ("any", "pp", "dp", "hybrid")
 ACTIVATIONS = ("any", "recompute")
 SEED_BUDGET = 400_000
-SKETCH_BUDGET = 250_000
-COUNT_BUDGET = 450_000
-MOVE_BUDGET = 350_000
-CHOICE_BUDGET = 150_000
+SKETCH_BUDGET = 220_000
+COUNT_BUDGET = 350_000
+MOVE_BUDGET = 280_000
+CHOICE_BUDGET = 120_000
 """Microbatch steps sketched to look at seeds, at candidates, at other numbers of packs, at other cuts: about a third
 of a second each."""
 NODE_BUDGET = 30_000
@@ -55,6 +55,8 @@ PLACED_TASKS = 20
 MAX_PLACED = 40
 """Packs of a draft whose swaps are placed by integer program: larger ones take it seconds."""
 MAX_SIMULATED = 40
+SAME = "{:.7g}"
+"""Drafts of one kind whose sketches are written alike take the same."""
 MAX_RETRIES = 6
 TIGHTER = 0.98
 
@@ -370,11 +372,13 @@ class _Search:
                 if not self._is_spent(limit):
                     refinement.move_choices(self.patience * CHOICE_BUDGET // NUM_MOVED)
             refined += [(r.seconds, r.draft) for r in best]
-        return [
-            (seconds, self.sketchers[draft.shape].filled(draft))
-            for seconds, draft in sorted([*refined, *sketched], key=lambda item: item[0])[:MAX_SIMULATED]
-            if seconds < INFEASIBLE
-        ]
+        # those of one kind that take the same are hardly different: one of them is enough
+        found: dict[tuple[Group, str], tuple[float, Draft]] = {}
+        for seconds, draft in sorted([*refined, *sketched], key=lambda item: item[0]):
+            if seconds < INFEASIBLE and len(found) < MAX_SIMULATED:
+                filled = self.sketchers[draft.shape].filled(draft)
+                found.setdefault((_kind(filled), SAME.format(seconds)), (seconds, filled))
+        return list(found.values())
 
     def _placed(self, best: list[Refinement]) -> list[tuple[float, Draft]]:
         """The best drafts of different kinds with what stays and what goes placed by integer program."""

@@ -21,6 +21,7 @@ from planner.search.pack_models import PackModels
 from planner.search.tasks import Task, TaskMaker
 
 NUM_ITERATIONS = 4
+"""At most, where the next iteration need not wait for all of this one."""
 SETTLED = 1e-6
 TASK_STEPS = 6
 """What making a task costs, in microbatch steps."""
@@ -52,11 +53,17 @@ class Sketcher:
 
     def seconds(self, draft: Draft) -> float:
         """Seconds of one iteration; infinity where it does not fit."""
-        tasks = self.maker.tasks(self.filled(draft))
+        filled = self.filled(draft)
+        tasks = self.maker.tasks(filled)
         if tasks is None:
             self.steps += TASK_STEPS * (draft.num_forward + draft.num_backward)
             return INFEASIBLE
-        return _Run(self, draft, tasks).seconds()
+        return _Run(self, filled, tasks).seconds()
+
+    def is_slower(self, draft: Draft, seconds: float) -> bool:
+        """Whether it computes for longer than that, whatever is hidden: what costs next to nothing to find out."""
+        self.steps += draft.num_forward + draft.num_backward
+        return self.maker.compute_seconds(draft) > seconds
 
     def filled(self, draft: Draft) -> Draft:
         """The draft, with what it keeps filled in where that is open."""
@@ -125,7 +132,10 @@ class _Run:
             for task in tasks
             if stages > 1 or task.loads or task.stash_seconds or task.offload_seconds
         )
-        for iteration in range(NUM_ITERATIONS):
+        # the first layers' next forward waits for their update, and their backward was the last: what an iteration
+        # takes is what it takes alone
+        waits_for_all = tasks[-1].gradient_bytes > 0
+        for iteration in range(1 if waits_for_all else NUM_ITERATIONS):
             for first in self.firsts:
                 if first is not None:
                     self._load(first)

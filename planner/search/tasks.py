@@ -24,6 +24,8 @@ class Part(NamedTuple):
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
+    total_seconds: tuple[float, float]
+    """Of all microbatches: forward, backward."""
     weight_bytes: int
     gradient_bytes: int
     batch: int
@@ -125,9 +127,11 @@ class TaskMaker:
             kept_working += costs.kept_workspace(first, last, size)
             trained = costs.gradient_bytes(first, last)
             backward = tuple(costs.backward_seconds(first, last, u) for u in self.lengths(size))
+        forward = tuple(costs.forward_seconds(first, last, u) for u in self.lengths(size))
         return Part(
-            tuple(costs.forward_seconds(first, last, u) for u in self.lengths(size)),
+            forward,
             backward,
+            (sum(forward), sum(backward)),
             costs.weight_bytes(first, last),
             trained,
             nbytes((t for t in entering if t.src < 0), 1),
@@ -281,6 +285,18 @@ class TaskMaker:
                 )
             )
         return found
+
+    def compute_seconds(self, draft: Draft) -> float:
+        """What the busiest device computes at least, without making tasks; where what is kept is open, nothing recomputed."""
+        busy = [0.0] * self.shape.num_stages
+        for p, (first, end) in enumerate(pairwise(draft.forward_cuts)):
+            stage = draft.forward_stage(p)
+            busy[stage] += self.part(True, first, end, draft.forward_size).total_seconds[0]
+        fused, recomputes = draft.num_backward - 1, not draft.reflected
+        for b, (first, end) in enumerate(pairwise(draft.backward_cuts)):
+            forward, backward = self.part(False, first, end, draft.backward_size).total_seconds
+            busy[draft.backward_stage(b)] += backward + (forward if recomputes or b == fused else 0.0)
+        return max(seconds / scale for seconds, scale in zip(busy, self.scales, strict=True))
 
     def device_update_seconds(self, first: int, end: int, stage: int) -> float:
         """Of layers [first, end); infinity where it was not measured."""
