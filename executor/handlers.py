@@ -7,7 +7,7 @@ backward are in compute.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from executor.compute import run_backward, run_forward
 from executor.decompose.layers import BATCH, TensorName
 from executor.host import check_free, over_storage
 from executor.memory import slot_bytes, tensors_in
+from executor.resident import place_weights
 from planner.contract.actions import (
     Action,
     Agree,
@@ -34,7 +35,6 @@ from planner.contract.actions import (
 from planner.contract.errors import HarmonyError
 from planner.contract.precedence import Graph
 from planner.contract.rules import Rules
-from planner.contract.schedule import BackwardPack, ForwardPack
 
 if TYPE_CHECKING:
     from executor.replay import Rank
@@ -61,21 +61,8 @@ def _swap_in_weights(rank: Rank, value: Value, nbytes: int) -> None:
     started = time.perf_counter()
     pack: Any = (rank.rules.forward_packs if value.kind == "WF" else rank.rules.backward_packs)[value.pack]
     held = rank.memory.make(value, nbytes, "h2d")
+    place_weights(rank, held, pack.first, pack.last)
     assert held.flat is not None
-    storage, start = held.flat.untyped_storage(), 0
-    for layer in range(pack.first, pack.last + 1):
-        places = rank.places[layer]
-        parameters = {
-            n: over_storage(storage, start + p.offset, p.shape, p.dtype) for n, p in places.weights.items()
-        }
-        # those of a forward too: its graph may be kept
-        for name in places.gradients:
-            parameters[name].requires_grad_()
-        held.parameters[layer] = parameters
-        held.buffers[layer] = {
-            n: over_storage(storage, start + p.offset, p.shape, p.dtype) for n, p in places.buffers.items()
-        }
-        start += places.weight_bytes + places.buffer_bytes
     rank.device.copy([(held.flat, rank.store.weight_range(pack.first, pack.last))], "h2d", started)
 
 
@@ -235,10 +222,13 @@ def _gradient_runs(rank: Rank, value: Value) -> list[Tensor]:
 
 
 def run_update(rank: Rank, action: Update, iteration: int) -> bool:
-    """The optimizer step of a pack, on the host."""
+    """The optimizer step of a pack, on the host or on the device."""
     started = time.perf_counter()
     pack = rank.rules.backward_packs[action.pack]
-    rank.optimizer.step_layers(range(pack.first, pack.last + 1))
+    if pack.update == "device":
+        rank.residents.update(action.pack)
+    else:
+        rank.optimizer.step_layers(range(pack.first, pack.last + 1))
     return rank.device.pace(started, pack.update_seconds)
 
 
@@ -264,20 +254,11 @@ HANDLERS: dict[type[Action], Callable[..., bool]] = {
 
 def check_supported(rules: Rules, actions: list[Action]) -> None:
     """Raise HarmonyError, naming it, for what this version plans but does not replay yet."""
-    phases: dict[str, Sequence[ForwardPack | BackwardPack]] = {
-        "forward": rules.forward_packs,
-        "backward": rules.backward_packs,
-    }
-    for kind, packs in phases.items():
-        for number, pack in enumerate(packs):
-            if pack.weights == "resident":
-                raise HarmonyError(
-                    f"{kind} pack {number}: weights 'resident' cannot be replayed yet, only 'stream' and 'hold'"
-                )
     for b, backward in enumerate(rules.backward_packs):
-        if backward.update != "host":
+        if backward.update == "device" and backward.weights != "resident":
             raise HarmonyError(
-                f"backward pack {b}: update {backward.update!r} cannot be replayed yet, only 'host'"
+                f"backward pack {b}: weights {backward.weights!r} with an update on the device cannot be replayed yet, "
+                f"only 'resident'"
             )
     for action in actions:
         if isinstance(action, Agree):

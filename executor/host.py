@@ -164,6 +164,11 @@ class HostStore:
         start = self.layout.gradients + self._gradient_starts[first]
         return self._bytes(start, self._rules.costs.gradient_bytes(first, last))
 
+    def state_range(self, first: int, last: int) -> Tensor:
+        """Optimizer states of layers first..last, flat bytes."""
+        start = self.layout.states + self._state_starts[first]
+        return self._bytes(start, self._rules.costs.state_bytes(first, last))
+
     def weights(self, layer: int) -> dict[str, Tensor]:
         """A layer's parameters by name."""
         return self._views(self._places[layer].weights, self.layout.weights + self._weight_starts[layer])

@@ -34,6 +34,11 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
+def is_fused(name: str) -> bool:
+    """Whether torch steps it in place, with nothing on the side."""
+    return optimizer_class(name).__name__ in FUSED
+
+
 def make_optimizer(
     name: str, parameters: Iterable[Any], settings: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
@@ -42,7 +47,7 @@ def make_optimizer(
     Raises HarmonyError for settings or parameters that it does not take.
     """
     found = optimizer_class(name)
-    fused: dict[str, Any] = {"fused": True} if found.__name__ in FUSED else {}
+    fused: dict[str, Any] = {"fused": True} if is_fused(name) else {}
     try:
         return found(parameters, **settings, **fused)
     except (TypeError, ValueError) as error:
@@ -108,17 +113,20 @@ class LayerOptimizer:
         """Live: a learning rate changed here holds from the next step on."""
         return self.optimizer.param_groups
 
-    def step_layers(self, layers: Iterable[int]) -> None:
-        """One optimizer step of the parameters that these layers own, from the gradients in the store."""
+    def step_layers(
+        self, layers: Iterable[int], gradients: Mapping[int, Mapping[str, Tensor]] | None = None
+    ) -> None:
+        """One optimizer step of the parameters that these layers own, from the gradients in the store or given ones."""
+        found = self._gradients if gradients is None else gradients
         stepped = [
             name for layer in layers for name in self._gradients[layer] if self._uses[name][0] == layer
         ]
         with torch.no_grad():
             for name in stepped:
                 first, *others = self._uses[name]
-                gradient = self._gradients[first][name]
+                gradient = found[first][name]
                 for other in others:
-                    gradient.add_(self._gradients[other][name])
+                    gradient.add_(found[other][name])
                 self._own[name].grad = gradient
             # torch passes over parameters without a gradient: all of the other layers'
             self.optimizer.step()

@@ -21,7 +21,7 @@ from executor.decompose.layers import BATCH, TensorName
 from executor.decompose.move import move_code
 from executor.meter import Meter
 from executor.models import Workload
-from executor.optimizer import make_optimizer
+from executor.optimizer import is_fused, make_optimizer
 from executor.structure import aligned, structure
 from planner.contract import profile as contract
 from planner.contract.errors import HarmonyError
@@ -225,22 +225,37 @@ class _Bench:
     def update_cost(
         self, layer: Layer, names: Sequence[str], optimizer: str, settings: Mapping[str, Any]
     ) -> contract.UpdateCost:
-        """The fused step of the parameters that a layer owns, on the host."""
+        """The step of the parameters that a layer owns, on the host and on the device.
+
+        On the device only fused steps: others make tensors on the side that no plan counts.
+        """
         tensors = [self.decomposition.parameters[name] for name in names]
-        parameters = [t.detach().cpu().clone().requires_grad_() for t in tensors if t.requires_grad]
-        if not parameters:
+        trained = [t.detach() for t in tensors if t.requires_grad]
+        if not trained:
             return contract.UpdateCost()
+        what = f"update of layer {layer.name}"
+        on_host = self._step_seconds([t.cpu() for t in trained], optimizer, settings, what)
+        if not is_fused(optimizer):
+            return contract.UpdateCost(on_host)
+        if self.device.type == "cpu":
+            return contract.UpdateCost(on_host, on_host)
+        on_device = [t.to(self.device) for t in trained]
+        return contract.UpdateCost(on_host, self._step_seconds(on_device, optimizer, settings, what))
+
+    def _step_seconds(
+        self, tensors: Sequence[Tensor], optimizer: str, settings: Mapping[str, Any], what: str
+    ) -> float:
+        parameters = [t.clone().requires_grad_() for t in tensors]
         stepped = make_optimizer(optimizer, parameters, settings)
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-4)
 
         def once() -> float:
-            start = time.perf_counter()
+            start = self._now()
             stepped.step()
-            return time.perf_counter() - start
+            return self._now() - start
 
-        seconds, _ = self._timed(once, f"update of layer {layer.name}")
-        return contract.UpdateCost(seconds)
+        return self._timed(once, what)[0]
 
     def _timed(self, once: Callable[[], float], what: str) -> tuple[float, float]:
         """Median seconds and half the distance between the quartiles, after a warm-up."""

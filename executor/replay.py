@@ -29,6 +29,7 @@ from executor.options import RunOptions
 from executor.p2p import Peers
 from executor.randomness import mixed_seed
 from executor.recorder import RankRecord, Recorder, Span
+from executor.resident import Residents
 from executor.streams import Device, Event, make_device
 from executor.structure import LayerPlaces
 from planner.contract.actions import Action, Receive, Reduce, Send, Value
@@ -102,6 +103,7 @@ class Rank:
             [store.gradients(i) for i in layers],
             store.states(),
         )
+        self.residents = Residents(self)
         self._lanes = [i for i, lane in enumerate(graph.lanes) if lane.device == rank]
         self._recorded = [0] * len(graph.actions)
         self._events: dict[tuple[int, int], Event] = {}
@@ -138,6 +140,7 @@ class Rank:
         if self._failure is not None:
             raise self._failure
         self.device.finish()
+        self.residents.write_back()
         record = self.recorder.record
         record.peak_bytes = self.device.peak_bytes
         record.reserved_bytes = self.memory.pool.reserved_bytes

@@ -100,10 +100,11 @@ def check_program(graph: Graph) -> None:
 
 def required(rules: Rules) -> Iterator[Action]:
     """What every program must do, beyond what its own reads demand."""
-    for p in range(len(rules.forward_packs)):
+    for p, forward in enumerate(rules.forward_packs):
         for j in range(len(rules.forward_samples)):
             yield Forward(p, j)
-        if rules.costs.mutated_buffer_bytes(rules.forward_packs[p].first, rules.forward_packs[p].last):
+        changes = rules.costs.mutated_buffer_bytes(forward.first, forward.last) > 0
+        if changes and forward.weights != "resident":
             yield SwapOut(Value("WF", p, replica=rules.replica_tag(0)))
     for b, pack in enumerate(rules.backward_packs):
         for i in range(len(rules.backward_samples)):
