@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format schema golden bench-executor bench-planner gpu-test clean
+.PHONY: help venv demo test check format schema golden bench-executor bench-kinds bench-planner gpu-test clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F '\t' '{ printf "  %-16s %s\n", $$1, $$2 }'
@@ -112,6 +112,32 @@ bench-executor: $(READY) ## planned against measured (make demo first): paced wi
 		$(PLANNER) compare $(DEMO)/$$devices/planned.json $(BENCH)/unpaced$$devices.json --tolerance 10% | head -2; \
 	done; exit $$failed
 
+KINDS := build/kinds
+# memory of the device of each kind of plan, in percent of what plain training needs
+KIND_SHARE_recompute := 40
+KIND_SHARE_keep := 60
+KIND_SHARE_resident := 85
+KIND_FLAGS_recompute := --mode pp --activations recompute
+KIND_FLAGS_keep := --updates host
+KIND_FLAGS_resident :=
+
+bench-kinds: $(READY) ## planned against measured for plans of three kinds (make demo first), within 10 % and in the planned order
+	@test -f $(DEMO)/profile.json || { echo 'bench-kinds: run make demo first, its profile is used here' >&2; exit 2; }
+	@for kind in recompute keep resident; do $(MAKE) --no-print-directory bench-kind KIND=$$kind || exit 1; done
+	@$(BIN)/python -c "$$ORDER" $(KINDS) recompute keep resident
+
+.PHONY: bench-kind
+bench-kind: FILES = $(KINDS)/$(KIND).schedule.json $(DEMO)/profile.json $(KINDS)/$(KIND).hardware.json
+bench-kind: MEMORY = $(shell $(BIN)/python -c "$$PLAIN_PEAK" $(DEMO)/plain.json $(KIND_SHARE_$(KIND)))
+bench-kind:
+	@mkdir -p $(KINDS)
+	@echo '== $(KIND): on a virtual device of $(MEMORY) bytes, $(KIND_SHARE_$(KIND)) % of what plain training needs'
+	$(EXECUTOR) hardware --device virtual --devices 1 --memory $(MEMORY) --h2d $(DEMO_RATE) --d2h $(DEMO_RATE) --peer $(DEMO_RATE) --compute-scale $(DEMO_SCALE) -o $(KINDS)/$(KIND).hardware.json
+	$(PLANNER) plan $(DEMO)/profile.json $(KINDS)/$(KIND).hardware.json --minibatch $(DEMO_MINIBATCH) $(KIND_FLAGS_$(KIND)) -o $(KINDS)/$(KIND).schedule.json
+	$(PLANNER) simulate $(FILES) -o $(KINDS)/$(KIND).planned.json
+	$(EXECUTOR) run $(KINDS)/$(KIND).schedule.json --data . --device virtual --steps $(BENCH_STEPS) --seed 0 -o $(KINDS)/$(KIND).measured.json
+	$(PLANNER) compare $(KINDS)/$(KIND).planned.json $(KINDS)/$(KIND).measured.json --tolerance 10% --schedule $(KINDS)/$(KIND).schedule.json
+
 clean: ## remove what was built, but not the virtual environment
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
@@ -126,6 +152,20 @@ for name, schema in json_schemas().items():
     Path("profiles", name).write_bytes(msgspec.json.format(msgspec.json.encode(schema), indent=1) + b"\n")
 endef
 export SCHEMA
+
+define ORDER
+import sys
+from pathlib import Path
+from planner.contract.store import load_trace
+folder, *kinds = sys.argv[1:]
+def seconds(kind, run):
+    times = sorted(load_trace(Path(folder, f"{kind}.{run}.json")).iteration_seconds[-9:])
+    return times[len(times) // 2]
+orders = {run: sorted(kinds, key=lambda kind: seconds(kind, run)) for run in ("planned", "measured")}
+print("fastest first,", "; ".join(f"{run}: {', '.join(order)}" for run, order in orders.items()))
+sys.exit(orders["planned"] != orders["measured"])
+endef
+export ORDER
 
 define PLAIN_PEAK
 import sys

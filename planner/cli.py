@@ -80,6 +80,12 @@ def plan_command(
             "--activations", help="recompute: always; any: also keep them on the device or offload them."
         ),
     ] = "any",
+    updates: Annotated[
+        str,
+        typer.Option(
+            "--updates", help="host: always there; any: also on the device, of weights that stay there."
+        ),
+    ] = "any",
     devices: Annotated[
         int | None, typer.Option("--devices", min=1, metavar="N", help="Use the first N devices.")
     ] = None,
@@ -132,6 +138,7 @@ def plan_command(
                 minibatch=minibatch,
                 mode=mode,
                 activations=activations,
+                updates=updates,
                 num_devices=devices,
                 top=top,
                 time_limit_seconds=time_limit,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,6 +53,13 @@ class Candidate:
         )
 
 
+class Freedom(NamedTuple):
+    """What a search may use: activations kept or offloaded, weights that are resident and updated on their device."""
+
+    may_keep: bool = True
+    may_reside: bool = True
+
+
 def candidates(models: PackModels, pairs: list[tuple[int, int]]) -> list[Candidate]:
     """For each pair of sizes the best joint of forward and backward packs, by caps."""
     found: list[Candidate] = []
@@ -70,7 +78,7 @@ def candidates(models: PackModels, pairs: list[tuple[int, int]]) -> list[Candida
     return found
 
 
-def seeds(sketcher: Sketcher, forward_size: int, backward_size: int, may_keep: bool) -> Iterator[Draft]:
+def seeds(sketcher: Sketcher, forward_size: int, backward_size: int, freedom: Freedom) -> Iterator[Draft]:
     """Evened out packs, few to many, below a fused pack like the others or as large as fits.
 
     Where both phases have the same microbatches also reflected ones, whose backward runs where the forward ran so
@@ -85,14 +93,15 @@ def seeds(sketcher: Sketcher, forward_size: int, backward_size: int, may_keep: b
         return
     plain = Draft(shape, forward_size, backward_size, (0, largest), (0, largest, end))
     kinds = [plain]
-    if may_keep and forward_size == backward_size:
+    residencies = _residencies(sketcher, shape) if freedom.may_reside else ()
+    if freedom.may_keep and forward_size == backward_size:
         reflected = replace(plain, reflected=True)
         kinds += [reflected, replace(reflected, may_offload=True)]
-        kinds += [replace(reflected, may_reside=policy) for policy in _residencies(sketcher, shape)]
+        kinds += [replace(reflected, may_reside=policy) for policy in residencies]
         if largest == 0 and shape.num_stages == 1:
             # all layers in the fused pack: no forward packs, nothing is recomputed
             whole = replace(reflected, forward_cuts=(0,), backward_cuts=(0, end))
-            yield from (replace(whole, may_reside=policy) for policy in _residencies(sketcher, shape))
+            yield from (replace(whole, may_reside=policy) for policy in residencies)
     for count in sorted(counts):
         usual = max(largest, end - max(1, round(end / count)))
         for start in sorted({largest, usual}):

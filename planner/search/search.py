@@ -23,7 +23,7 @@ from planner.contract.profile import Profile
 from planner.contract.schedule import Configuration, check_configuration
 from planner.contract.verify import check_host
 from planner.search.bounds import Bounds
-from planner.search.candidates import Candidate, candidates, seeds
+from planner.search.candidates import Candidate, Freedom, candidates, seeds
 from planner.search.critical import critical_path
 from planner.search.draft import Cuts, Draft, Residency, configure
 from planner.search.fixed import fixed_configuration
@@ -36,6 +36,7 @@ from planner.search.sketch import INFEASIBLE, Sketcher
 
 MODES = ("any", "pp", "dp", "hybrid")
 ACTIVATIONS = ("any", "recompute")
+UPDATES = ("any", "host")
 SEED_BUDGET = 400_000
 SKETCH_BUDGET = 220_000
 COUNT_BUDGET = 350_000
@@ -77,6 +78,7 @@ def plan(
     minibatch: int,
     mode: str = "any",
     activations: str = "any",
+    updates: str = "any",
     num_devices: int | None = None,
     top: int = 1,
     time_limit_seconds: float | None = None,
@@ -85,7 +87,9 @@ def plan(
     """The fastest schedule for a minibatch.
 
     mode: one pipeline (pp), replicas of one device (dp), replicas of pipelines (hybrid), or the best of all (any).
-    activations: `recompute` always, or also keep and offload them (any). num_devices: use this many, None: all of
+    activations: `recompute` always, or also keep and offload them (any). updates: on the `host` always, or also on the
+    device of weights that stay there (any; only with activations of any kind, whose plans have both phases of a pack on
+    one device). num_devices: use this many, None: all of
     them. top: how many plans of different kinds to return. time_limit_seconds: return the best found by then; without it, same inputs give the same plan. Raises HarmonyError for a request that makes no sense; a model
     that does not fit is a Result with status `infeasible`.
     """
@@ -93,6 +97,8 @@ def plan(
         raise HarmonyError(f"--mode {mode}: there is no such mode; use one of {', '.join(MODES)}")
     if activations not in ACTIVATIONS:
         raise HarmonyError(f"--activations {activations}: use one of {', '.join(ACTIVATIONS)}")
+    if updates not in UPDATES:
+        raise HarmonyError(f"--updates {updates}: use one of {', '.join(UPDATES)}")
     if top < 1:
         raise HarmonyError(f"--top {top}: at least one plan is needed")
     problem = _problem(profile, hardware, minibatch, num_devices)
@@ -103,12 +109,12 @@ def plan(
             f"use --mode any"
         )
     report = progress or (lambda _: None)
-    may_keep = activations == "any"
-    result = _Search(problem, shapes, may_keep, top, time_limit_seconds, report).solve()
+    freedom = Freedom(activations == "any", activations == updates == "any")
+    result = _Search(problem, shapes, freedom, top, time_limit_seconds, report).solve()
     # fewer devices have more of a shared link each: a plan that leaves one idle may be the faster one
     if problem.num_devices > 1 and result.schedule is not None:
         fewer = _problem(profile, hardware, minibatch, problem.num_devices - 1)
-        search = _Search(fewer, fewer.shapes(mode), may_keep, top, time_limit_seconds, report)
+        search = _Search(fewer, fewer.shapes(mode), freedom, top, time_limit_seconds, report)
         if search.least_seconds(result.seconds) < result.seconds * FEWER_DEVICES_GAIN:
             better = plan(
                 profile,
@@ -116,6 +122,7 @@ def plan(
                 minibatch=minibatch,
                 mode=mode,
                 activations=activations,
+                updates=updates,
                 num_devices=fewer.num_devices,
                 top=top,
                 time_limit_seconds=time_limit_seconds,
@@ -192,13 +199,13 @@ class _Search:
         self,
         problem: Problem,
         shapes: list[Shape],
-        may_keep: bool,
+        freedom: Freedom,
         top: int,
         time_limit: float | None,
         report: Callable[[Progress], None],
     ) -> None:
         self.problem = problem
-        self.may_keep = may_keep
+        self.freedom = freedom
         self.top = top
         self.report = report
         self.started = time.monotonic()
@@ -317,7 +324,7 @@ class _Search:
         for bound, (shape, forward_size, backward_size) in self.ordered:
             if self._is_spent(budget) or bound >= min(self.sketched.values(), default=INFEASIBLE):
                 break
-            for draft in seeds(self.sketchers[shape], forward_size, backward_size, self.may_keep):
+            for draft in seeds(self.sketchers[shape], forward_size, backward_size, self.freedom):
                 self._sketch(draft)
 
     def _sketch_candidates(self) -> None:
@@ -365,7 +372,7 @@ class _Search:
             if not self._is_late():
                 refinement.move_cuts(self.patience * MOVE_BUDGET // NUM_MOVED)
         refined = [(r.seconds, r.draft) for r in best]
-        if self.may_keep:
+        if self.freedom.may_keep:
             refined += self._placed(best)
             limit = self._steps() + self.patience * CHOICE_BUDGET
             for refinement in best:

@@ -305,6 +305,7 @@ REFUSED = {
     "a minibatch that is no number": (("plan", "profile", "hardware", "--minibatch", "x"), "'--minibatch'"),
     "a minibatch of none": (("plan", "profile", "hardware", "--minibatch", "0"), "'--minibatch'"),
     "an unknown mode": ((*PLAN, "--mode", "tp"), "--mode tp: use one of any, pp, dp, hybrid"),
+    "unknown updates": ((*PLAN, "--updates", "gpu"), "--updates gpu: use one of any, host"),
     "more devices than there are": ((*PLAN, "--devices", "3"), "--devices 3: the hardware has 2"),
     "a size that is none": ((*PLAN, "--memory", "16GB!"), "'16GB!': a size looks like"),
     "no memory left": (

@@ -136,7 +136,9 @@ def test_what_fits_stays_and_nothing_is_swapped_but_the_batch() -> None:
     assert sum(device.swap_out_bytes for device in result.schedule.predicted.devices) == 0
     # the batch of 1008 bytes a sample
     assert sum(device.swap_in_bytes for device in result.schedule.predicted.devices) <= 8 * 1008 * 2
-    host = plan(random_chain(Random(5), 6), server(2, 10_000 * MB, rate=1e7), minibatch=8, mode="pp")
+    host = plan(profile, server(2, 10_000 * MB, rate=1e7), minibatch=8, mode="pp", updates="host")
+    assert host.schedule is not None
+    assert {pack.update for pack in host.schedule.configuration.backward_packs} == {"host"}
     assert result.seconds < host.seconds
 
 
