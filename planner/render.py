@@ -166,7 +166,7 @@ def comparison_result(comparison: Comparison, tolerance: float) -> RenderableTyp
         more = len(comparison.overrun_actions) - 12
         parts.append(Text(f"took longer than their pace: {shown}{f' and {more} more' if more > 0 else ''}"))
     faults = [f"does not hold: {fault}" for fault in comparison.faults(tolerance)]
-    holds = f"holds: time within {tolerance:.1%}, no peak above its plan, exactly the planned bytes swapped"
+    holds = f"holds: time within {tolerance:.1%}, no peak above its plan, {comparison.swap_rule}"
     return _spaced(*parts, Text("\n".join(faults or [holds])))
 
 

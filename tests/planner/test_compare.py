@@ -80,6 +80,15 @@ def test_swapped_bytes_must_be_equal(name: str, difference: int) -> None:
     )
 
 
+@pytest.mark.parametrize(("difference", "holds"), [(1, False), (0, True), (-1, True), (-0.2, False)])
+def test_offloads_may_be_smaller_than_planned_but_no_larger(difference: float, holds: bool) -> None:
+    planned = PLANNED.devices[1].swap_in_bytes
+    swapped = round(planned * (1 + difference) if abs(difference) < 1 else planned + difference)
+    spans = (*MEASURED.spans, replace(MEASURED.spans[0], action="out:AF0.0"))
+    offloading = replace(with_device(MEASURED, swap_in_bytes=swapped), spans=spans)
+    assert compare(PLANNED, offloading).holds(0.05) is holds
+
+
 def test_every_fault_is_named() -> None:
     broken = with_device(measured(PLANNED, slower=2.0), peak_bytes=10**9, swap_in_bytes=0, swap_out_bytes=0)
     assert len(compare(PLANNED, broken).faults(0.05)) == 4
