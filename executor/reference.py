@@ -71,7 +71,8 @@ def train(
         with meter if is_metered else nullcontext():
             for first, end in samples:
                 # clones: on the device only what the microbatch needs
-                microbatch = {name: tensor[first:end].clone().to(place) for name, tensor in batch.items()}
+                given = workload.samples(batch, first, end)
+                microbatch = {name: tensor.clone().to(place) for name, tensor in given.items()}
                 seed_entry = partial(_seed_entry, options.seed, iteration, first)
                 with seeding_hooks(model, decomposition.entries, seed_entry):
                     loss = workload.loss(model, microbatch)

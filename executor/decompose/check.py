@@ -24,14 +24,14 @@ def check_cut(workload: Workload, decomposition: Decomposition, batch: dict[str,
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=devices):
         for seed in (1, 2):
-            for part in (batch, _another_size(decomposition, batch)):
+            for part in (batch, _another_size(workload, decomposition, batch)):
                 try:
                     whole = _run_whole(workload, decomposition, part, seed)
                 finally:
                     _restore(workload, state)
-                _compare(decomposition, whole, _run_cut(decomposition, part, seed), "", notices)
+                _compare(decomposition, whole, _run_cut(workload, decomposition, part, seed), "", notices)
                 with torch.no_grad():
-                    plain = _run_cut(decomposition, part, seed)
+                    plain = _run_cut(workload, decomposition, part, seed)
                 _compare(decomposition, replace(whole, gradients={}), plain, "without gradients, ", notices)
     return replace(decomposition, notices=tuple(dict.fromkeys(notices)))
 
@@ -45,11 +45,14 @@ class _Results:
     buffers: dict[str, Tensor]
 
 
-def _another_size(decomposition: Decomposition, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _another_size(
+    workload: Workload, decomposition: Decomposition, batch: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """One sample; one more than there are where samples are mixed, since BatchNorm refuses one."""
     if any(layer.batch_coupled for layer in decomposition.layers):
-        return {name: torch.cat([tensor, tensor[:1]]) for name, tensor in batch.items()}
-    return {name: tensor[:1] for name, tensor in batch.items()}
+        more = {name: torch.cat([tensor, tensor[:1]]) for name, tensor in batch.items()}
+        return more | {name: batch[name] for name in workload.fixed}
+    return workload.samples(batch, 0, 1)
 
 
 def _run_whole(
@@ -73,8 +76,10 @@ def _restore(workload: Workload, state: dict[str, Tensor]) -> None:
             buffer.copy_(state[name])
 
 
-def _run_cut(decomposition: Decomposition, batch: dict[str, Tensor], seed: int) -> _Results:
-    num_samples = len(next(iter(batch.values())))
+def _run_cut(
+    workload: Workload, decomposition: Decomposition, batch: dict[str, Tensor], seed: int
+) -> _Results:
+    num_samples = workload.num_samples(batch)
     values: dict[TensorName, Tensor] = {(BATCH, name): tensor for name, tensor in batch.items()}
     buffers = {name: buffer.clone() for name, buffer in decomposition.buffers.items()}
     parameters = {n: p.detach().requires_grad_(p.requires_grad) for n, p in decomposition.parameters.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -28,14 +28,15 @@ class LayerNames:
         return None
 
 
-def layer_names(model: nn.Module, patterns: Sequence[str]) -> LayerNames:
-    """Layers by patterns (`transformer.h.*`), else the items of repeated containers and what follows them.
+def layer_names(model: nn.Module, patterns: Sequence[str], calls: Mapping[str, int]) -> LayerNames:
+    """Layers by patterns (`transformer.h.*`), else the modules that repeat and what follows them.
 
-    Raises DecomposeError where a pattern matches no module, naming the modules that there are.
+    calls: how often a forward calls each module. Where nothing repeats, the outermost modules side by side are
+    layers. Raises DecomposeError where a pattern matches no module, naming the modules that there are.
     """
     paths = [path for path, _ in model.named_modules() if path]
     if not patterns:
-        items = _repeated(model, "")
+        items = _repeated(model, "", calls) or _side_by_side(model, "")
         beside = {path for item in items for path in _siblings(model, item)}
         return LayerNames(frozenset(items), frozenset(beside - _ancestors(items) - set(items)))
     for pattern in patterns:
@@ -47,13 +48,50 @@ def layer_names(model: nn.Module, patterns: Sequence[str]) -> LayerNames:
     )
 
 
-def _repeated(module: nn.Module, path: str) -> list[str]:
-    """Items of the outermost lists of two or more modules with parameters."""
-    children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
-    with_parameters = [child for _, child in children if any(True for _ in child.parameters())]
-    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(with_parameters) >= 2:
-        return [name for name, _ in children]
-    return [item for name, child in children for item in _repeated(child, name)]
+def _repeated(module: nn.Module, path: str, calls: Mapping[str, int]) -> list[str]:
+    """Items of the outermost lists of two or more modules with parameters, and modules that are called again.
+
+    Where an item is itself a list of blocks of one kind, as a stage of a ResNet is, those blocks are.
+    """
+    if _is_list(module):
+        return [block for name, child in _children(module, path) for block in _blocks(child, name) or [name]]
+    found = []
+    for name, child in _children(module, path):
+        inside = _repeated(child, name, calls)
+        is_shared = calls.get(name, 0) > 1 and _has_parameters(child) and any(True for _ in child.children())
+        # the innermost list says more; without one, weights used again (ALBERT) are a layer for each use
+        has_list = any(_is_list(part) for part in child.modules())
+        found += [name] if is_shared and not has_list else inside
+    return found
+
+
+def _blocks(module: nn.Module, path: str) -> list[str]:
+    """Items of the lists of two or more blocks of one class within a module; a block is more than one operation."""
+    items = [child for child in module.children() if any(True for _ in child.children())]
+    if _is_list(module) and len(items) == len(list(module.children())) and len({type(i) for i in items}) == 1:
+        return [name for name, _ in _children(module, path)]
+    return [block for name, child in _children(module, path) for block in _blocks(child, name)]
+
+
+def _side_by_side(module: nn.Module, path: str) -> list[str]:
+    """The outermost two or more modules with parameters that one module holds."""
+    children = [(name, child) for name, child in _children(module, path) if _has_parameters(child)]
+    if len(children) == 1:
+        return _side_by_side(children[0][1], children[0][0])
+    return [name for name, _ in children]
+
+
+def _is_list(module: nn.Module) -> bool:
+    with_parameters = [child for child in module.children() if _has_parameters(child)]
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(with_parameters) >= 2
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    return [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
 
 
 def _siblings(model: nn.Module, item: str) -> list[str]:

@@ -39,8 +39,8 @@ def decompose(
     patterns: module paths that are layers; without them repeated modules are found. check: run one microbatch
     whole and cut and compare. Raises DecomposeError.
     """
-    names = layer_names(workload.model, patterns)
     traced = trace(workload, batch)
+    names = layer_names(workload.model, patterns, _calls(traced))
     assigned, titles = _assign(traced, names)
     assigned, titles, notices = _merge(traced, assigned, titles)
     decomposition = _Splitter(workload, traced, assigned, titles, tuple(batch)).split(notices)
@@ -49,6 +49,15 @@ def decompose(
 
         return check_cut(workload, decomposition, batch)
     return decomposition
+
+
+def _calls(traced: Traced) -> dict[str, int]:
+    """How often each module is called."""
+    calls: dict[str, set[str]] = {}
+    for node in traced.graph.nodes:
+        for path, call in _modules(node):
+            calls.setdefault(path, set()).add(call)
+    return {path: len(found) for path, found in calls.items()}
 
 
 def _assign(traced: Traced, names: LayerNames) -> tuple[dict[fx.Node, int], list[tuple[str, str]]]:

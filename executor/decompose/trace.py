@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import torch
@@ -56,17 +60,18 @@ class Traced:
 
 def trace(workload: Workload, batch: dict[str, Tensor]) -> Traced:
     """Export the loss with a dynamic number of samples. Raises DecomposeError with the first line of the cause."""
-    _check_example(batch)
+    _check_example(workload, batch)
     names = tuple(batch)
-    shapes = tuple({0: Dim.DYNAMIC} for _ in names)
+    shapes = tuple(None if name in workload.fixed else {0: Dim.DYNAMIC} for name in names)
     try:
-        program = torch.export.export(
-            _Loss(workload, names), tuple(batch.values()), dynamic_shapes=(shapes,), strict=False
-        )
+        with _quiet():
+            program = torch.export.export(
+                _Loss(workload, names), tuple(batch.values()), dynamic_shapes=(shapes,), strict=False
+            )
     except Exception as error:  # export raises whatever the model's own code raises
         if "specialized it to be a constant" in str(error):
             raise DecomposeError(
-                f"the model or its loss fixes the number of samples to {len(next(iter(batch.values())))}; "
+                f"the model or its loss fixes the number of samples to {workload.num_samples(batch)}; "
                 f"it must work for any (tensor.shape[0], not len(tensor))"
             ) from error
         cause = str(error).strip().splitlines() or [type(error).__name__]
@@ -74,11 +79,23 @@ def trace(workload: Workload, batch: dict[str, Tensor]) -> Traced:
             f"torch.export cannot trace the model: {cause[0]} ({type(error).__name__}); "
             f"models with data-dependent control flow cannot be cut yet"
         ) from error
-    return _read(program, names)
+    return _read(program, names, workload.fixed)
 
 
-def _check_example(batch: dict[str, Tensor]) -> None:
-    counts = {name: len(tensor) if tensor.dim() else 0 for name, tensor in batch.items()}
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Export warns of what the check of the cut would find, and prints all it has traced where it fails."""
+    with warnings.catch_warnings(), redirect_stderr(StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _check_example(workload: Workload, batch: dict[str, Tensor]) -> None:
+    counts = {
+        name: len(tensor) if tensor.dim() else 0
+        for name, tensor in batch.items()
+        if name not in workload.fixed
+    }
     if len(set(counts.values())) != 1:
         raise DecomposeError(
             f"the example batch needs as many samples in each of its tensors, it has {counts}"
@@ -87,7 +104,7 @@ def _check_example(batch: dict[str, Tensor]) -> None:
         raise DecomposeError(f"the example batch has {min(counts.values())} samples; draw 2 or more")
 
 
-def _read(program: ExportedProgram, names: tuple[str, ...]) -> Traced:
+def _read(program: ExportedProgram, names: tuple[str, ...], fixed: frozenset[str]) -> Traced:
     signature, graph = program.graph_signature, program.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and "_assert" in str(node.target) and not node.users:
@@ -97,7 +114,7 @@ def _read(program: ExportedProgram, names: tuple[str, ...]) -> Traced:
     symbols = [
         _sample_symbol(node, inputs[node.name])
         for node in graph.nodes
-        if node.op == "placeholder" and node.name in inputs
+        if node.op == "placeholder" and node.name in inputs and inputs[node.name] not in fixed
     ]
     (end,) = (node for node in graph.nodes if node.op == "output")
     loss: Any = end.args[0]
