@@ -563,8 +563,7 @@ def test_memory_is_flat_over_iterations() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"update": "device"}, "update 'device'"),
-        ({"weights": "resident"}, "weights 'resident'"),
+        ({"update": "device"}, "weights 'stream' with an update on the device"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_by_name_before_the_run(
