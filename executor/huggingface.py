@@ -58,11 +58,10 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Request:
-    """A spec in parts. options: of the spec itself, the rest is the configuration's."""
+    """A spec in parts, without what is the configuration's."""
 
     spec: str
     name: str
-    config: dict[str, str]
     options: dict[str, str]
     data: Path | None
 
@@ -90,7 +89,7 @@ def make_workload(spec: str, data: Path | None) -> Workload:
     options = {
         key: wanted.pop(key) for key in ("seq", "image", "task", "lora", *IMPLEMENTATIONS) if key in wanted
     }
-    request = _Request(spec, name, wanted, options, data)
+    request = _Request(spec, name, options, data)
     try:
         defaults = transformers.AutoConfig.for_model(name)
     except ValueError:

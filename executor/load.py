@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from executor.decompose import Decomposition, decompose
 from executor.decompose.move import move_code
 from executor.host import HostStore
-from executor.models import Workload
 from executor.options import RunOptions
 from executor.structure import structure
+from executor.workload import Workload
 from planner.contract.errors import FormatError
 from planner.contract.profile import Profile, model_hash
 from planner.contract.schedule import Schedule

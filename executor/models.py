@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from executor.huggingface import make_workload, next_token_loss
-from executor.workload import Batch, Workload, flat
+from executor.huggingface import make_workload
+from executor.workload import Workload, flat
 from planner.contract.errors import HarmonyError
-
-__all__ = ["Batch", "Workload", "load_workload", "next_token_loss"]
 
 
 def load_workload(spec: str, *, seed: int, data: Path | None = None) -> Workload:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from executor.models import Workload, load_workload
+from executor.models import load_workload
+from executor.workload import Workload
 
 DeviceKind = Literal["virtual", "cuda"]
 

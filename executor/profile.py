@@ -20,9 +20,9 @@ from executor.decompose import Decomposition, Layer, decompose
 from executor.decompose.layers import BATCH, TensorName
 from executor.decompose.move import move_code
 from executor.meter import Meter
-from executor.models import Workload
 from executor.optimizer import is_fused, make_optimizer
 from executor.structure import aligned, structure
+from executor.workload import Workload
 from planner.contract import profile as contract
 from planner.contract.errors import HarmonyError
 

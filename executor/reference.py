@@ -16,11 +16,11 @@ from torch import Tensor
 
 from executor.decompose import Decomposition, decompose
 from executor.meter import Meter
-from executor.models import Workload
 from executor.optimizer import make_optimizer
 from executor.options import RunOptions
 from executor.randomness import seed_layer, seeding_hooks
 from executor.replay import draw_batch, minibatch_loss
+from executor.workload import Workload
 
 METERED_ITERATIONS = 2
 """The first makes the optimizer's state, the second has all at once; later ones run without the meter's cost."""

@@ -23,7 +23,6 @@ from executor.decompose import Decomposition
 from executor.handlers import HANDLERS, check_reductions, check_supported
 from executor.host import HostStore
 from executor.memory import DeviceMemory
-from executor.models import Workload
 from executor.optimizer import LayerOptimizer
 from executor.options import RunOptions
 from executor.p2p import Peers
@@ -32,6 +31,7 @@ from executor.recorder import RankRecord, Recorder, Span
 from executor.resident import Residents
 from executor.streams import Device, Event, make_device
 from executor.structure import LayerPlaces
+from executor.workload import Workload
 from planner.contract.actions import Action, Receive, Reduce, Send, Value
 from planner.contract.hardware import Hardware
 from planner.contract.precedence import Graph

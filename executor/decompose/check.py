@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from executor.decompose.layers import BATCH, DecomposeError, Decomposition, TensorName
-from executor.models import Workload
 from executor.randomness import seed_layer, seeding_hooks
+from executor.workload import Workload
 
 RELATIVE_TOLERANCE = 1e-5
 

@@ -26,7 +26,7 @@ from executor.decompose.effects import (
 from executor.decompose.layers import BATCH, Boundary, DecomposeError, Decomposition, Layer, TensorName
 from executor.decompose.naming import LayerNames, layer_names
 from executor.decompose.trace import WRAPPED, Traced, trace
-from executor.models import Workload
+from executor.workload import Workload
 
 INPUTS = "inputs"
 

@@ -15,7 +15,7 @@ from torch.export import Dim, ExportedProgram
 
 from executor.decompose.effects import changes_something
 from executor.decompose.layers import DecomposeError
-from executor.models import Workload
+from executor.workload import Workload
 
 WRAPPED = "model."
 """The user's model is the submodule `model` of what is exported."""

@@ -88,10 +88,12 @@ def plan(
 
     mode: one pipeline (pp), replicas of one device (dp), replicas of pipelines (hybrid), or the best of all (any).
     activations: `recompute` always, or also keep and offload them (any). updates: on the `host` always, or also on the
-    device of weights that stay there (any; only with activations of any kind, whose plans have both phases of a pack on
-    one device). num_devices: use this many, None: all of
-    them. top: how many plans of different kinds to return. time_limit_seconds: return the best found by then; without it, same inputs give the same plan. Raises HarmonyError for a request that makes no sense; a model
-    that does not fit is a Result with status `infeasible`.
+    device of weights that stay there (any; not where activations are recomputed, since those plans need not have both
+    phases of a pack on one device). num_devices: use this many, None: all of them. top: how many plans of different
+    kinds to return. time_limit_seconds: return the best found by then; without it, same inputs give the same plan.
+
+    Raises HarmonyError for a request that makes no sense; a model that does not fit is a Result with status
+    `infeasible`.
     """
     if mode not in MODES:
         raise HarmonyError(f"--mode {mode}: there is no such mode; use one of {', '.join(MODES)}")

@@ -81,6 +81,19 @@ def profiled(options: RunOptions) -> Profile:
     )
 
 
+def each_layer_alone(options: RunOptions, devices: int) -> Schedule:
+    """A verified schedule of packs of one layer."""
+    profile = profiled(options)
+    assert profile.model.cut_by == "export"
+    num_layers = len(profile.layers)
+    assert num_layers >= 3
+    fixed = Fixed(2, 2, (1,) * (num_layers - 1), (1,) * num_layers)
+    schedule = plan_fixed(profile, make_hardware(devices), fixed, minibatch=MINIBATCH).schedule
+    assert schedule is not None
+    verify(schedule, profile, schedule.hardware)
+    return schedule
+
+
 def run_here(schedule: Schedule, options: RunOptions) -> tuple[list[float], dict[str, Tensor], Decomposition]:
     """Losses, weights and buffers after a run on one device, in this process."""
     workload, decomposition, profile = load(options, check=False)
@@ -117,14 +130,7 @@ def check_equals(
 @pytest.mark.parametrize("name", SPECS)
 def test_model_trains_bit_for_bit_with_each_layer_swapped_by_itself(name: str) -> None:
     options = make_options(SPECS[name])
-    profile = profiled(options)
-    assert profile.model.cut_by == "export"
-    num_layers = len(profile.layers)
-    assert num_layers >= 3
-    fixed = Fixed(2, 2, (1,) * (num_layers - 1), (1,) * num_layers)
-    schedule = plan_fixed(profile, make_hardware(1), fixed, minibatch=MINIBATCH).schedule
-    assert schedule is not None
-    verify(schedule, profile, schedule.hardware)
+    schedule = each_layer_alone(options, 1)
     losses, weights, decomposition = run_here(schedule, options)
     workload = options.load()
     before = {n: p.detach().clone() for n, p in workload.model.named_parameters()}
@@ -143,11 +149,7 @@ def test_model_trains_bit_for_bit_with_each_layer_swapped_by_itself(name: str) -
 @pytest.mark.parametrize("name", SPECS)
 def test_model_trains_as_plain_pytorch_on_two_devices(name: str, tmp_path: Path) -> None:
     options = make_options(SPECS[name])
-    profile = profiled(options)
-    num_layers = len(profile.layers)
-    fixed = Fixed(2, 2, (1,) * (num_layers - 1), (1,) * num_layers)
-    schedule = plan_fixed(profile, make_hardware(2), fixed, minibatch=MINIBATCH).schedule
-    assert schedule is not None
+    schedule = each_layer_alone(options, 2)
     assert schedule.configuration.mode == "pp"
     trace = run_schedule(schedule, options, weights_out=tmp_path / "weights.safetensors")
     plain = train(options.load(), options, schedule.configuration.microbatches.backward)

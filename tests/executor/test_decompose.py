@@ -21,8 +21,9 @@ from torch.nn import functional
 
 from executor.decompose import DecomposeError, Decomposition, decompose
 from executor.decompose.check import check_cut
-from executor.models import Workload, load_workload
+from executor.models import load_workload
 from executor.randomness import mixed_seed, seed_layer, seeding_hooks
+from executor.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 GPT = "hf:gpt2?n_layer=2&n_embd=16&n_head=2&vocab_size=40&n_positions=16&seq=6"
@@ -451,7 +452,7 @@ def test_layer_whose_inner_result_is_kept_has_a_signature_of_its_own() -> None:
 HASHED = """
 import torch
 from executor.decompose import decompose
-from executor.models import Workload
+from executor.workload import Workload
 model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)], torch.nn.BatchNorm1d(4))
 draw = lambda generator, n: {"x": torch.randn(n, 4), "y": torch.randn(n, 4)}
 loss = lambda model, batch: (model(batch["x"]) - batch["y"]).pow(2).sum() / batch["x"].shape[0]

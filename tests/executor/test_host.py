@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from executor.decompose import Decomposition, decompose
 from executor.host import PAGE, WORD, HostStore, create_memory, plan_store
-from executor.models import Workload
 from executor.structure import layer_places, structure
+from executor.workload import Workload
 from planner.contract.errors import HarmonyError
 from planner.contract.rules import Rules
 from planner.contract.schedule import BackwardPack, Configuration, ForwardPack, Microbatches

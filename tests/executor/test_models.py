@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from executor.models import Workload, load_workload
+from executor.models import load_workload
+from executor.workload import Workload
 from planner.contract.errors import HarmonyError
 
 TINY = "hf:gpt2?n_layer=1&n_embd=16&n_head=2&n_positions=32"
@@ -140,7 +141,7 @@ def test_missing_data_and_small_vocabularies_are_refused(tmp_path: Path) -> None
 FUNCTIONS = """
 import torch
 from torch import nn
-from executor.models import Workload
+from executor.workload import Workload
 
 def draw(generator, num_samples):
     return {"x": torch.randn(num_samples, 4, generator=generator)}

@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from executor.decompose import Decomposition, decompose
 from executor.meter import Meter
-from executor.models import Workload, load_workload
+from executor.models import load_workload
 from executor.profile import measure_profile
+from executor.workload import Workload
 from planner.contract.errors import HarmonyError
 from planner.contract.profile import Profile
 from planner.contract.store import load_profile, save

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from executor.models import Workload
 from executor.options import RunOptions
 from executor.reference import METERED_ITERATIONS, even_microbatches, train
 from executor.replay import draw_batch, minibatch_loss
+from executor.workload import Workload
 
 WIDTH = 32
 FOUR = ((0, 2), (2, 4), (4, 6), (6, 8))

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from executor.decompose import Decomposition, decompose
 from executor.host import HostStore, create_memory, plan_store
 from executor.launch import run_schedule
-from executor.models import Workload, load_workload
+from executor.models import load_workload
 from executor.options import RunOptions
 from executor.profile import measure_profile
 from executor.reference import train
 from executor.replay import Rank, draw_batch
 from executor.streams import VirtualDevice
 from executor.structure import layer_places, structure
+from executor.workload import Workload
 from planner.contract.actions import parse_lane
 from planner.contract.errors import HarmonyError
 from planner.contract.hardware import DeviceSpec, Hardware, Host, HostLink

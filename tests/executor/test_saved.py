@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from executor.decompose import decompose
 from executor.host import HostStore, create_memory, plan_store
 from executor.memory import SlotPool
-from executor.models import Workload, load_workload
+from executor.models import load_workload
 from executor.options import RunOptions
 from executor.profile import measure_profile
 from executor.reference import train
@@ -22,6 +22,7 @@ from executor.replay import Rank
 from executor.saved import Piece, SavedTensors
 from executor.streams import VirtualDevice
 from executor.structure import layer_places
+from executor.workload import Workload
 from planner.contract.fixed import Fixed
 from planner.contract.hardware import DeviceSpec, Hardware, Host, HostLink
 from planner.contract.precedence import Graph

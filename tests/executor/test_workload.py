@@ -13,15 +13,10 @@ from torch.nn import functional
 from executor.models import load_workload
 from executor.reference import train
 from executor.workload import BatchError, Pad, Workload, flat
-from planner.contract.fixed import Fixed
-from planner.contract.verify import verify
-from planner.search import plan_fixed
 from tests.executor.test_any_model import (
-    MINIBATCH,
     check_equals,
-    make_hardware,
+    each_layer_alone,
     make_options,
-    profiled,
     run_here,
 )
 
@@ -80,13 +75,7 @@ def test_nested_batch_has_flat_names_and_its_loss_gets_it_back() -> None:
 
 def test_nested_batch_trains_as_plain_pytorch() -> None:
     options = make_options(SELF)
-    profile = profiled(options)
-    num_layers = len(profile.layers)
-    assert num_layers >= 3
-    fixed = Fixed(2, 2, (1,) * (num_layers - 1), (1,) * num_layers)
-    schedule = plan_fixed(profile, make_hardware(1), fixed, minibatch=MINIBATCH).schedule
-    assert schedule is not None
-    verify(schedule, profile, schedule.hardware)
+    schedule = each_layer_alone(options, 1)
     losses, weights, _ = run_here(schedule, options)
     plain = train(options.load(), options, schedule.configuration.microbatches.backward)
     check_equals(losses, weights, plain, lambda name: False, 0)
