@@ -6,6 +6,7 @@ anything else with its traceback); 2 for bad input, with one line on stderr.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from planner.contract import hardware as hardwares
 from planner.contract import store
 from planner.contract.errors import FormatError, HarmonyError
 from planner.contract.hardware import Hardware
+from planner.contract.output import STANDARD, check_outputs
 from planner.contract.schedule import Samples, Schedule
 from planner.contract.units import format_seconds, parse_bytes, parse_rate
 
@@ -102,7 +104,7 @@ def profile_command(
     """Measure what each layer of a model costs: seconds and bytes, forward, backward and update."""
     sizes = _parse_sizes(microbatches)
     _check_device(device)
-    _check_outputs(output, as_json)
+    _check_output(output, as_json)
     from executor.models import load_workload
     from executor.profile import measure_profile
 
@@ -125,7 +127,7 @@ def profile_command(
     if as_json:
         terminal.print_json(render.profile_json(profile))
     else:
-        terminal.show(render.profile_table(profile), to_stderr=output == store.STANDARD)
+        terminal.show(render.profile_table(profile), to_stderr=output == STANDARD)
 
 
 @app.command("hardware")
@@ -184,7 +186,7 @@ def hardware_command(
 ) -> None:
     """Describe a machine: a virtual one as asked for (its links are checked by copying), or the GPUs as they measure."""
     _check_device(device)
-    _check_outputs(output, as_json)
+    _check_output(output, as_json)
     if device == "cuda":
         from executor.hardware import cuda_hardware
 
@@ -221,7 +223,7 @@ def hardware_command(
     if as_json:
         terminal.print_json(msgspec.to_builtins(found))
     else:
-        terminal.show(render.hardware_table(found), to_stderr=output == store.STANDARD)
+        terminal.show(render.hardware_table(found), to_stderr=output == STANDARD)
 
 
 @app.command("run")
@@ -275,7 +277,9 @@ def run_command(
 ) -> None:
     """Train by a schedule and record what ran when."""
     _check_device(device)
-    _check_outputs(output, as_json)
+    _check_output(output, as_json)
+    check_outputs(weights_out)
+    settings = _settings(lr, weight_decay, momentum)
     if not plain:
         for option, given in (("--budget", budget), ("--minibatch", minibatch), ("--microbatch", microbatch)):
             if given is not None:
@@ -300,7 +304,7 @@ def run_command(
         device=cast(Literal["virtual", "cuda"], device),
         steps=steps,
         optimizer=optimizer or (schedule.profile.optimizer if schedule is not None else DEFAULT_OPTIMIZER),
-        settings=_settings(lr, weight_decay, momentum),
+        settings=settings,
         seed=seed,
         data=data,
         paced=not unpaced,
@@ -332,7 +336,7 @@ def run_command(
         terminal.print_json(render.trace_json(trace))
     else:
         for line in render.trace_lines(trace, None if plain else schedule, limit):
-            typer.echo(line, err=output == store.STANDARD)
+            typer.echo(line, err=output == STANDARD)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -410,14 +414,18 @@ def _check_device(device: str) -> None:
             raise HarmonyError("--device cuda: torch sees no GPU here; use --device virtual")
 
 
-def _check_outputs(output: str | None, as_json: bool) -> None:
-    if output == store.STANDARD and as_json:
+def _check_output(output: str | None, as_json: bool) -> None:
+    check_outputs(output)
+    if output == STANDARD and as_json:
         raise FormatError("-o - and --json both write to standard output; choose one")
 
 
 def _settings(lr: float, weight_decay: float | None, momentum: float | None) -> dict[str, Any]:
     """The optimizer's arguments by torch.optim's names; what is not given is torch's to choose."""
     given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+    for key, value in given.items():
+        if value is not None and not 0 <= value < math.inf:
+            raise FormatError(f"--{key.replace('_', '-')} {value}: must be finite and 0 or more")
     return {key: value for key, value in given.items() if value is not None}
 
 

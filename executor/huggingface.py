@@ -104,6 +104,7 @@ def make_workload(spec: str, data: Path | None) -> Workload:
             f"--data {data}: text has no labels for the task of {spec}; it draws its own batches"
         )
     overrides = {key: _typed(spec, key, text, defaults) for key, text in wanted.items()}
+    _check_counts(spec, overrides)
     special = NO_SPECIAL_TOKENS | (
         {"decoder_start_token_id": 0, "pad_token_id": 0} if task is SEQ2SEQ else {}
     )
@@ -136,6 +137,14 @@ def _options(spec: str, query: str) -> dict[str, str]:
             raise HarmonyError(f"--model {spec}: {key} is given twice, as {found[key]} and as {text}")
         found[key] = text
     return found
+
+
+def _check_counts(spec: str, overrides: dict[str, Any]) -> None:
+    """Some model classes build something else of a count below 1, and say nothing."""
+    for key, value in overrides.items():
+        is_count = key.startswith(("n_", "num_")) or key.endswith(("_size", "_dim", "_layers", "_heads"))
+        if is_count and isinstance(value, int) and value < 1:
+            raise HarmonyError(f"--model {spec}: {key}={value} must be at least 1")
 
 
 def _typed(spec: str, key: str, text: str, defaults: Any) -> Any:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from executor.decompose import Decomposition
 from executor.host import HostStore, create_memory, plan_store
-from executor.load import check_folders, check_model, check_optimizer, fill, load, release, save_weights
+from executor.load import check_model, check_optimizer, fill, load, release, save_weights
 from executor.options import RunOptions
 from executor.record import merge
 from executor.recorder import RankRecord
@@ -40,6 +40,7 @@ from executor.replay import Aborted, Rank
 from executor.structure import layer_places
 from planner.contract import store as files
 from planner.contract.errors import HarmonyError
+from planner.contract.output import check_outputs
 from planner.contract.precedence import Graph
 from planner.contract.rules import Rules
 from planner.contract.schedule import Schedule, parse_program
@@ -105,7 +106,7 @@ def run_schedule(
         schedule = files.load_schedule(schedule)
     check_optimizer(schedule, options)
     parse_program(schedule.programs.train)
-    check_folders(trace_path, weights_out)
+    check_outputs(trace_path, weights_out)
     # the layers are the planned ones unless others are asked for
     options = replace(options, patterns=options.patterns or schedule.profile.model.patterns)
     job = Job(files.encode(schedule), options, weights_out)

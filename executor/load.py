@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -15,9 +14,9 @@ from executor.options import RunOptions
 from executor.structure import structure
 from executor.workload import Workload
 from planner.contract.errors import FormatError
+from planner.contract.output import whole
 from planner.contract.profile import Profile, model_hash
 from planner.contract.schedule import Schedule
-from planner.contract.store import STANDARD
 
 
 def load(options: RunOptions, *, check: bool) -> tuple[Workload, Decomposition, Profile]:
@@ -56,13 +55,6 @@ def check_optimizer(schedule: Schedule, options: RunOptions) -> None:
         )
 
 
-def check_folders(*paths: Path | str | None) -> None:
-    """Hours later would be too late to find out."""
-    for path in paths:
-        if path is not None and str(path) != STANDARD and not Path(path).absolute().parent.is_dir():
-            raise FormatError(f"{path}: no such folder to write to; make it first")
-
-
 # ---- weights
 
 
@@ -93,13 +85,5 @@ def save_weights(store: HostStore, decomposition: Decomposition, path: Path) -> 
 
 def write_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.touch()
-        mode = beside.stat().st_mode
+    with whole(path) as beside:
         save_file(tensors, str(beside))
-        # safetensors leaves a file that only its owner may read
-        beside.chmod(mode)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ def _from_function(spec: str) -> Workload:
     function = getattr(module, name, None)
     if not callable(function):
         raise HarmonyError(f"--model {spec!r}: {where} has no function {name!r}")
-    made = function()
+    made = _running(spec, f"{name}()", function)
     if isinstance(made, tuple) and len(made) == 3:
         made = Workload(*made)
     if not isinstance(made, Workload):
@@ -54,14 +56,31 @@ def _load_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
+    loader = spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    _running(str(path), "it", lambda: loader.exec_module(module))
     return module
 
 
 def _import(name: str) -> Any:
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise HarmonyError(f"--model {name}: cannot be imported: no module of that name is on the path")
+    return _running(name, "importing it", lambda: importlib.import_module(name))
+
+
+def _running(spec: str, what: str, run: Callable[[], Any]) -> Any:
+    """What the user's code gives. Raises HarmonyError with where it stopped."""
     try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise HarmonyError(f"--model {name}: cannot be imported: {error}") from None
+        return run()
+    except HarmonyError:
+        raise
+    except Exception as error:  # code that is not ours can raise anything
+        message = str(error) or "no message"
+        where = ""
+        if not isinstance(error, SyntaxError):
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f" ({last.filename}, line {last.lineno})"
+        raise HarmonyError(
+            f"--model {spec}: {what} raised {type(error).__name__}: {message}{where}; mend it"
+        ) from error

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from executor.load import check_folders, check_model, check_optimizer, load, write_weights
+from executor.load import check_model, check_optimizer, load, write_weights
 from executor.options import RunOptions
 from executor.record import plain_trace
 from executor.reference import train
 from planner.contract import store as files
+from planner.contract.output import check_outputs
 from planner.contract.profile import model_hash
 from planner.contract.schedule import Samples, Schedule
 from planner.contract.trace import Trace
@@ -32,7 +33,7 @@ def run_plain(
 
     Raises HarmonyError (the schedule is another model's), OSError, torch.OutOfMemoryError (it does not fit the budget).
     """
-    check_folders(trace_path, weights_out)
+    check_outputs(trace_path, weights_out)
     if options.device == "virtual":
         torch.set_num_threads(1)
     if schedule is not None:

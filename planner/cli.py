@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -26,6 +25,7 @@ from planner.compare import Comparison, compare
 from planner.contract import store
 from planner.contract.errors import FormatError, InfeasibleError, VerifyError
 from planner.contract.hardware import Hardware, budget_bytes
+from planner.contract.output import STANDARD, check_outputs, write_whole
 from planner.contract.profile import Profile
 from planner.contract.schedule import Schedule
 from planner.contract.trace import Trace
@@ -115,7 +115,7 @@ def plan_command(
     """Find the fastest schedule, with the time and memory it needs and a proven lower bound."""
     if mode not in MODES:
         raise FormatError(f"--mode {mode}: use one of {', '.join(MODES)}")
-    _check_outputs(output, as_json)
+    _check_output(output, as_json)
     _check_one_standard_input(profile_file, hardware_file)
     profile = store.load_profile(profile_file)
     hardware = _with_memory(store.load_hardware(hardware_file), memory)
@@ -160,7 +160,7 @@ def plan_command(
     if compared:
         parts.append(render.baselines(result.schedule, compared))
     for part in parts:
-        _show(part, to_stderr=output == store.STANDARD)
+        _show(part, to_stderr=output == STANDARD)
 
 
 @app.command("frontier")
@@ -186,9 +186,11 @@ def frontier_command(
     as_json: Json = False,
 ) -> None:
     """Iteration time over memory, devices and minibatches: what another server would do."""
+    check_outputs(picture)
+    minibatches = _numbers("--minibatch", minibatch)
     _check_one_standard_input(profile_file, hardware_file)
     profile, hardware = store.load_profile(profile_file), store.load_hardware(hardware_file)
-    memories = [parse_bytes(text) for text in _parts(memory)]
+    memories = [parse_bytes(text) for text in _parts(memory)] if memory else []
     for size in memories:
         _with_memory(hardware, f"{size}B")
     from planner.frontier import frontier
@@ -198,15 +200,15 @@ def frontier_command(
             profile,
             hardware,
             memories=memories,
-            devices=_numbers("--devices", devices),
-            minibatches=_numbers("--minibatch", minibatch),
+            devices=_numbers("--devices", devices) if devices else [],
+            minibatches=minibatches,
             time_limit_seconds=time_limit,
             progress=report,
         )
     if picture is not None:
         from planner.picture import frontier_png
 
-        Path(picture).write_bytes(frontier_png(points))
+        write_whole(picture, frontier_png(points))
     if as_json:
         _print_json([asdict(point) for point in points])
     else:
@@ -214,7 +216,7 @@ def frontier_command(
 
 
 def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+    return [part.strip() for part in text.split(",")]
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -271,7 +273,7 @@ def simulate_command(
     as_json: Json = False,
 ) -> None:
     """Replay a schedule in simulated time; the trace opens in Perfetto."""
-    _check_outputs(output, as_json)
+    _check_output(output, as_json)
     _check_one_standard_input(schedule_file, profile_file, hardware_file)
     schedule, profile = store.load_schedule(schedule_file), store.load_profile(profile_file)
     hardware = _with_memory(store.load_hardware(hardware_file), memory)
@@ -293,7 +295,7 @@ def simulate_command(
         return
     seconds = trace.iteration_seconds[0]
     line = f"{format_seconds(seconds)} an iteration, {trace.samples_per_iteration / seconds:.4g} samples/s"
-    typer.echo(line, err=output == store.STANDARD)
+    typer.echo(line, err=output == STANDARD)
 
 
 @app.command("show")
@@ -329,6 +331,9 @@ def compare_command(
 ) -> None:
     """Compare what was planned with what was measured; exit status 1 where the plan does not hold."""
     share = parse_share(tolerance)
+    check_outputs(picture)
+    if schedule_file is not None and picture is None:
+        raise FormatError(f"--schedule {schedule_file}: only with --picture, which draws its memory limits")
     planned = store.load_schedule_or_trace(planned_file)
     measured = store.load_trace(measured_file)
     comparison = compare(planned, measured)
@@ -378,12 +383,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_one_standard_input(*files: str) -> None:
-    if files.count(store.STANDARD) > 1:
+    if files.count(STANDARD) > 1:
         raise FormatError("-: standard input holds one file; name the others")
 
 
-def _check_outputs(output: str | None, as_json: bool) -> None:
-    if output == store.STANDARD and as_json:
+def _check_output(output: str | None, as_json: bool) -> None:
+    check_outputs(output)
+    if output == STANDARD and as_json:
         raise FormatError("-o - and --json both write to standard output; choose one")
 
 
@@ -451,7 +457,7 @@ def _draw(planned: Trace, measured: Trace, schedule_file: str | None, picture: s
     # matplotlib takes a second to load, and only this needs it
     from planner.picture import timeline_png
 
-    Path(picture).write_bytes(timeline_png(planned, measured, limits))
+    write_whole(picture, timeline_png(planned, measured, limits))
 
 
 def _schedule_json(schedule: Schedule) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def baselines(schedule: Schedule, compared: Sequence[Baseline]) -> RenderableTyp
     ours = schedule.predicted
     moved = sum(d.swap_in_bytes + d.swap_out_bytes for d in ours.devices)
     table = Table(title="beside virtualised memory", title_justify="left", box=None)
-    for name in ("", "iteration", "this plan is faster by", "swapped", "this plan swaps less by"):
+    for name in ("", "iteration", "this plan is faster by", "swapped", "times this plan's"):
         table.add_column(name, justify="right" if name else "left")
     for baseline in compared:
         swapped = baseline.swap_in_bytes + baseline.swap_out_bytes

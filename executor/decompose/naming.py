@@ -28,21 +28,26 @@ class LayerNames:
         return None
 
 
+def check_patterns(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Raise DecomposeError where a pattern matches no module, naming the modules that there are."""
+    paths = [path for path, _ in model.named_modules() if path]
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            top = ", ".join(path for path in paths if path.count(".") < 2)[:300]
+            raise DecomposeError(f"--layers {pattern}: no module of the model is called so; there are {top}")
+
+
 def layer_names(model: nn.Module, patterns: Sequence[str], calls: Mapping[str, int]) -> LayerNames:
     """Layers by patterns (`transformer.h.*`), else the modules that repeat and what follows them.
 
     calls: how often a forward calls each module. Where nothing repeats, the outermost modules side by side are
-    layers. Raises DecomposeError where a pattern matches no module, naming the modules that there are.
+    layers.
     """
     paths = [path for path, _ in model.named_modules() if path]
     if not patterns:
         items = _repeated(model, "", calls) or _side_by_side(model, "")
         beside = {path for item in items for path in _siblings(model, item)}
         return LayerNames(frozenset(items), frozenset(beside - _ancestors(items) - set(items)))
-    for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in paths):
-            top = ", ".join(path for path in paths if path.count(".") < 2)[:300]
-            raise DecomposeError(f"--layers {pattern}: no module of the model is called so; there are {top}")
     return LayerNames(
         frozenset(p for p in paths if any(fnmatchcase(p, pattern) for pattern in patterns)), frozenset()
     )

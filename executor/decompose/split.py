@@ -24,7 +24,7 @@ from executor.decompose.effects import (
     written,
 )
 from executor.decompose.layers import BATCH, Boundary, DecomposeError, Decomposition, Layer, TensorName
-from executor.decompose.naming import LayerNames, layer_names
+from executor.decompose.naming import LayerNames, check_patterns, layer_names
 from executor.decompose.trace import WRAPPED, Traced, trace
 from executor.workload import Workload
 
@@ -39,6 +39,7 @@ def decompose(
     patterns: module paths that are layers; without them repeated modules are found. check: run one microbatch
     whole and cut and compare. Raises DecomposeError.
     """
+    check_patterns(workload.model, patterns)
     traced = trace(workload, batch)
     names = layer_names(workload.model, patterns, _calls(traced))
     assigned, titles = _assign(traced, names)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 from planner.contract.errors import FormatError
-from planner.contract.profile import Noun
+from planner.contract.profile import MAX_BYTES, MAX_SECONDS, Noun
 
 SCHEMA = "harmony-hardware/1"
+
+RATES = (1.0, 1e18)
+SCALES = (1e-6, 1e6)
+"""Figures beyond these are no hardware's; sums of them would not be exact, or not finite."""
 
 
 class DeviceSpec(Noun):
@@ -83,15 +87,21 @@ def check(hardware: Hardware) -> None:
             raise FormatError(
                 f"$.devices[{i}]: {device.memory_bytes} bytes of which {device.reserved_bytes} reserved leave nothing"
             )
-        if not 0 < device.compute_scale < float("inf"):
-            raise FormatError(f"$.devices[{i}].compute_scale: {device.compute_scale}; a speed is above 0")
+        if device.memory_bytes > MAX_BYTES:
+            raise FormatError(f"$.devices[{i}].memory_bytes: {device.memory_bytes}; at most {MAX_BYTES}")
+        if not SCALES[0] <= device.compute_scale <= SCALES[1]:
+            raise FormatError(
+                f"$.devices[{i}].compute_scale: {device.compute_scale}; a speed is from {SCALES[0]:g} to {SCALES[1]:g}"
+            )
     for i, link in enumerate(hardware.host_links):
         for rate in (link.h2d_bytes_per_second, link.d2h_bytes_per_second):
-            if not 0 < rate < float("inf"):
-                raise FormatError(f"$.host_links[{i}]: {rate} bytes per second; a rate is finite and above 0")
-        if not 0 <= link.latency_seconds < float("inf"):
+            if not RATES[0] <= rate <= RATES[1]:
+                raise FormatError(
+                    f"$.host_links[{i}]: {rate} bytes per second; a rate is from {RATES[0]:g} to {RATES[1]:g}"
+                )
+        if not 0 <= link.latency_seconds <= MAX_SECONDS:
             raise FormatError(
-                f"$.host_links[{i}].latency_seconds: {link.latency_seconds}; a latency is 0 or more"
+                f"$.host_links[{i}].latency_seconds: {link.latency_seconds}; a latency is from 0 to {MAX_SECONDS:g}"
             )
     peers = hardware.peer_bytes_per_second
     count = len(hardware.devices)
@@ -102,9 +112,11 @@ def check(hardware: Hardware) -> None:
         if isinstance(peers, float)
         else [r for i, row in enumerate(peers or ()) for j, r in enumerate(row) if i != j]
     )
-    if not all(0 < rate < float("inf") for rate in rates):
-        raise FormatError(
-            "$.peer_bytes_per_second: a rate is finite and above 0; null means through the host"
-        )
-    if hardware.host.update_workers < 1 or hardware.host.memory_bytes <= 0:
-        raise FormatError("$.host: memory_bytes and update_workers must be at least 1")
+    for rate in rates:
+        if not RATES[0] <= rate <= RATES[1]:
+            raise FormatError(
+                f"$.peer_bytes_per_second: {rate}; a rate is from {RATES[0]:g} to {RATES[1]:g}, null means through the host"
+            )
+    for name, least in (("memory_bytes", 1), ("pinnable_bytes", 0), ("update_workers", 1)):
+        if not least <= getattr(hardware.host, name) <= MAX_BYTES:
+            raise FormatError(f"$.host.{name}: {getattr(hardware.host, name)}; from {least} to {MAX_BYTES}")

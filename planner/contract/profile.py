@@ -17,6 +17,10 @@ from planner.contract.errors import FormatError
 
 SCHEMA = "harmony-profile/1"
 
+MAX_BYTES = 1 << 60
+MIN_SECONDS, MAX_SECONDS = 1e-12, 1e6
+"""Figures beyond these were not measured; sums of them would not be exact, or not finite."""
+
 BATCH = -1
 """The `src` of an edge that comes from the batch and not from a layer."""
 
@@ -191,13 +195,10 @@ def check(profile: Profile) -> None:
         _check_costs(layer.forward, f"$.layers[{i}].forward")
         _check_costs(layer.backward, f"$.layers[{i}].backward")
         for name in ("weight_bytes", "gradient_bytes", "buffer_bytes", "optimizer_state_bytes"):
-            if getattr(layer, name) < 0:
-                raise FormatError(
-                    f"$.layers[{i}].{name}: {getattr(layer, name)} bytes; sizes are never negative"
-                )
+            _check_bytes(getattr(layer, name), f"$.layers[{i}].{name}")
         for name in ("host_seconds", "device_seconds"):
             seconds = getattr(layer.update, name)
-            if seconds is not None and not 0 <= seconds < float("inf"):
+            if seconds is not None and not 0 <= seconds <= MAX_SECONDS:
                 raise FormatError(f"$.layers[{i}].update.{name}: {seconds} s; measure it again")
     for i, edge in enumerate(profile.edges):
         if not BATCH <= edge.src < edge.dst < len(profile.layers):
@@ -205,15 +206,11 @@ def check(profile: Profile) -> None:
                 f"$.edges[{i}]: from {edge.src} to {edge.dst}; an edge goes from -1 (the batch) or a layer "
                 f"to a later one of the {len(profile.layers)} layers"
             )
-        if edge.bytes_per_sample < 0 or edge.bytes_fixed < 0:
-            raise FormatError(f"$.edges[{i}]: {edge.bytes_per_sample} bytes; sizes are never negative")
-    if profile.target_bytes_per_sample < 0:
-        raise FormatError(
-            f"$.target_bytes_per_sample: {profile.target_bytes_per_sample}; sizes are never negative"
-        )
+        _check_bytes(edge.bytes_per_sample, f"$.edges[{i}].bytes_per_sample")
+        _check_bytes(edge.bytes_fixed, f"$.edges[{i}].bytes_fixed")
+    _check_bytes(profile.target_bytes_per_sample, "$.target_bytes_per_sample")
     for i, tie in enumerate(profile.ties):
-        if tie.weight_bytes < 0:
-            raise FormatError(f"$.ties[{i}].weight_bytes: {tie.weight_bytes}; sizes are never negative")
+        _check_bytes(tie.weight_bytes, f"$.ties[{i}].weight_bytes")
         if len(tie.layers) < 2 or not all(0 <= layer < len(profile.layers) for layer in tie.layers):
             raise FormatError(
                 f"$.ties[{i}].layers: {list(tie.layers)}; a tie names two or more layers of the profile"
@@ -229,16 +226,18 @@ def _check_costs(costs: Sequence[ForwardCost | BackwardCost], where: str) -> Non
             raise FormatError(
                 f"{where}[{i}].microbatch_size: {cost.microbatch_size} after {last}; sizes must grow"
             )
-        if not 0 < cost.seconds < float("inf"):
+        if not MIN_SECONDS <= cost.seconds <= MAX_SECONDS:
             raise FormatError(
-                f"{where}[{i}].seconds: {cost.seconds}; a time is finite and above 0, measure it again"
+                f"{where}[{i}].seconds: {cost.seconds}; a time is from {MIN_SECONDS:g} to {MAX_SECONDS:g}, measure it again"
             )
-        if not 0 <= cost.spread_seconds < float("inf"):
+        if not 0 <= cost.spread_seconds <= MAX_SECONDS:
             raise FormatError(f"{where}[{i}].spread_seconds: {cost.spread_seconds}; a spread is 0 or more")
-        if cost.peak_bytes < 0:
-            raise FormatError(f"{where}[{i}].peak_bytes: {cost.peak_bytes}; sizes are never negative")
-        if isinstance(cost, BackwardCost) and cost.saved_bytes is not None and cost.saved_bytes < 0:
-            raise FormatError(
-                f"{where}[{i}].saved_bytes: {cost.saved_bytes}; sizes are never negative, null is unknown"
-            )
+        _check_bytes(cost.peak_bytes, f"{where}[{i}].peak_bytes")
+        if isinstance(cost, BackwardCost) and cost.saved_bytes is not None:
+            _check_bytes(cost.saved_bytes, f"{where}[{i}].saved_bytes")
         last = cost.microbatch_size
+
+
+def _check_bytes(nbytes: int, where: str) -> None:
+    if not 0 <= nbytes <= MAX_BYTES:
+        raise FormatError(f"{where}: {nbytes} bytes; sizes are never negative, and at most {MAX_BYTES}")

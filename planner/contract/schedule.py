@@ -178,6 +178,11 @@ def check_configuration(configuration: Configuration, num_layers: int, available
             f"{where}.replicas: {len(replicas)} do not divide {configuration.num_devices} devices"
         )
     stages = configuration.num_devices // len(replicas)
+    mode = mode_of(len(replicas), stages)
+    if configuration.mode != mode:
+        raise FormatError(
+            f"{where}.mode: {configuration.mode}, but {len(replicas)} replicas of {stages} devices are {mode}"
+        )
     _check_ranges(replicas, configuration.minibatch, f"{where}.replicas")
     cuts = {first for first, _ in replicas}
     for name in ("forward", "backward"):
@@ -201,6 +206,29 @@ def check_configuration(configuration: Configuration, num_layers: int, available
                 f"{where}.backward_packs[{b}].activations: {len(pack.activations)} choices for "
                 f"{len(configuration.microbatches.backward)} backward microbatches"
             )
+        if not 0 <= pack.update_seconds < float("inf"):
+            raise FormatError(
+                f"{where}.backward_packs[{b}].update_seconds: {pack.update_seconds}; a time is finite and 0 or more"
+            )
+    for p, forward in enumerate(configuration.forward_packs):
+        _check_seconds(forward.seconds, configuration.microbatches.forward, f"{where}.forward_packs[{p}]")
+    for b, pack in enumerate(configuration.backward_packs):
+        _check_seconds(pack.seconds, configuration.microbatches.backward, f"{where}.backward_packs[{b}]")
+
+
+def mode_of(num_replicas: int, num_stages: int) -> Literal["pp", "dp", "hybrid"]:
+    """What replicas of a pipeline of stages are called."""
+    if num_replicas == 1:
+        return "pp"
+    return "dp" if num_stages == 1 else "hybrid"
+
+
+def _check_seconds(seconds: tuple[float, ...], microbatches: tuple[Samples, ...], where: str) -> None:
+    if len(seconds) not in (0, len(microbatches)):
+        raise FormatError(f"{where}.seconds: {len(seconds)} times for {len(microbatches)} microbatches")
+    for i, value in enumerate(seconds):
+        if not 0 <= value < float("inf"):
+            raise FormatError(f"{where}.seconds[{i}]: {value}; a time is finite and 0 or more")
 
 
 def _check_ranges(ranges: tuple[Samples, ...], minibatch: int, where: str) -> None:

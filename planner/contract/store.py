@@ -6,7 +6,6 @@ A file is refused with its path, the place inside it and what to do; a version b
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,22 +20,29 @@ from planner.contract import trace as traces
 from planner.contract.errors import FormatError
 from planner.contract.fixed import Fixed
 from planner.contract.hardware import Hardware
+from planner.contract.output import STANDARD, write_whole
 from planner.contract.profile import Profile
 from planner.contract.schedule import Configuration, Schedule
 from planner.contract.trace import Trace, TraceFile
 
-STANDARD = "-"
-"""The path that stands for standard input or output."""
+_KINDS = {module.SCHEMA.rpartition("/")[0] for module in (fixeds, hardwares, profiles, schedules, traces)}
 
 T = TypeVar("T")
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _InTrace(msgspec.Struct, frozen=True):
     schema: str = ""
 
 
-class _TraceHeader(msgspec.Struct, frozen=True):
-    harmony: _Header = _Header()
+class _Header(msgspec.Struct, frozen=True):
+    """What names a file's kind; a trace has it one level down."""
+
+    schema: str = ""
+    harmony: _InTrace = _InTrace()
+
+    @property
+    def kind(self) -> str:
+        return self.schema or self.harmony.schema
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -65,7 +71,7 @@ def load_fixed(path: str | Path) -> Fixed | Configuration:
     """A plan that is given: a `harmony-fixed/1` file, or the configuration of a schedule. Raises FormatError, OSError."""
     if str(path) == STANDARD:
         raise FormatError("-: name a file here, it is looked at before it is read")
-    if _decode(path, _read(path), _Header).schema == schedules.SCHEMA:
+    if _header(path, _read(path)).kind == schedules.SCHEMA:
         return load_schedule(path).configuration
     return _load(path, Fixed, fixeds.SCHEMA)
 
@@ -73,7 +79,7 @@ def load_fixed(path: str | Path) -> Fixed | Configuration:
 def load_trace(path: str | Path) -> Trace:
     """Raises FormatError, OSError."""
     text = _read(path)
-    _check_schema(path, _decode(path, text, _TraceHeader).harmony.schema, traces.SCHEMA)
+    _check_schema(path, _header(path, text).kind, traces.SCHEMA)
     file = _decode(path, text, TraceFile)
     try:
         return traces.from_chrome(file)
@@ -85,7 +91,7 @@ def load_schedule_or_trace(path: str | Path) -> Schedule | Trace:
     """Whichever of the two the file is. Raises FormatError, OSError."""
     if str(path) == STANDARD:
         raise FormatError("-: name a file here, it is looked at before it is read")
-    if _decode(path, _read(path), _Header).schema == schedules.SCHEMA:
+    if _header(path, _read(path)).kind == schedules.SCHEMA:
         return load_schedule(path)
     return load_trace(path)
 
@@ -97,13 +103,7 @@ def save(noun: Profile | Hardware | Schedule | Trace, path: str | Path) -> None:
         sys.stdout.buffer.write(text)
         sys.stdout.flush()
         return
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_bytes(text)
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, text)
 
 
 def encode(noun: Profile | Hardware | Schedule | Trace) -> bytes:
@@ -155,7 +155,7 @@ def _read(path: str | Path) -> bytes:
 
 def _load(path: str | Path, kind: type[T], expected: str) -> T:
     text = _read(path)
-    _check_schema(path, _decode(path, text, _Header).schema, expected)
+    _check_schema(path, _header(path, text).kind, expected)
     return _decode(path, text, kind)
 
 
@@ -166,7 +166,20 @@ def _decode(path: str | Path, text: bytes, kind: type[T]) -> T:
         raise FormatError(f"{path}: {error}") from None
 
 
+def _header(path: str | Path, text: bytes) -> _Header:
+    if not text.strip():
+        raise FormatError(f"{path}: is empty; make it again")
+    return _decode(path, text, _Header)
+
+
 def _check_schema(path: str | Path, found: str, expected: str) -> None:
+    kind = found.rpartition("/")[0]
+    needed = expected.rpartition("/")[0]
+    if kind in _KINDS and kind != needed:
+        raise FormatError(
+            f"{path}: this is a {kind.removeprefix('harmony-')} file ({found}), "
+            f"needed here is a {needed.removeprefix('harmony-')} file ({expected})"
+        )
     if found != expected:
         raise FormatError(
             f"{path}: its schema is {found or 'missing'!r}, this version reads {expected!r}; "

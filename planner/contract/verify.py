@@ -51,13 +51,19 @@ def check_belongs(schedule: Schedule, profile: Profile, hardware: Hardware) -> N
             f"the schedule was planned for model {schedule.profile.model.name!r} ({theirs}), "
             f"the profile is of {profile.model.name!r} ({ours}); use its own profile or plan again"
         )
+    for name in ("dtype", "optimizer"):
+        planned, present = getattr(schedule.profile, name), getattr(profile, name)
+        if planned != present:
+            raise FormatError(
+                f"$.profile.{name}: the schedule says {planned!r}, its profile {present!r}; plan again"
+            )
     covered, layers = schedule.configuration.backward_packs[-1].last + 1, len(profile.layers)
     if covered != layers:
         raise FormatError(f"$.configuration.backward_packs: cover {covered} layers, the profile has {layers}")
-    needed, present = schedule.configuration.num_devices, len(hardware.devices)
-    if needed > present:
+    needed, available = schedule.configuration.num_devices, len(hardware.devices)
+    if needed > available:
         raise FormatError(
-            f"the schedule uses {needed} devices, the hardware has {present}; plan for this hardware"
+            f"the schedule uses {needed} devices, the hardware has {available}; plan for this hardware"
         )
 
 

@@ -12,7 +12,10 @@ from planner.contract.costs import Costs
 from planner.contract.errors import HarmonyError
 from planner.contract.hardware import Hardware, budget_bytes
 from planner.contract.profile import Profile, largest_microbatch
-from planner.contract.schedule import Samples, Schedule
+from planner.contract.schedule import Samples, Schedule, mode_of
+
+MAX_MICROBATCHES = 10_000
+"""Of the largest profiled size; a program has several actions for each of them and each pack."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,14 @@ class Problem:
     minibatch: int
     num_devices: int
     report: Callable[[Progress], None] = field(default=lambda _: None)
+
+    def __post_init__(self) -> None:
+        size = min(largest_microbatch(self.profile))
+        if self.minibatch > MAX_MICROBATCHES * size:
+            raise HarmonyError(
+                f"--minibatch {self.minibatch}: more than {MAX_MICROBATCHES} microbatches of {size} samples, the largest "
+                f"that was profiled; use at most {MAX_MICROBATCHES * size} samples, or profile larger microbatches"
+            )
 
     @cached_property
     def costs(self) -> Costs:
@@ -128,9 +139,7 @@ class Shape:
 
     @property
     def mode(self) -> Literal["pp", "dp", "hybrid"]:
-        if self.num_replicas == 1:
-            return "pp"
-        return "dp" if self.num_stages == 1 else "hybrid"
+        return mode_of(self.num_replicas, self.num_stages)
 
     @property
     def replicas(self) -> tuple[Samples, ...]:

@@ -60,6 +60,18 @@ def make():
 
 def broken():
     raise ZeroDivisionError("the model's own fault")
+
+
+def broken_data():
+    model, draw, loss = make()
+
+    def draw_once(generator, num_samples, drawn=[]):
+        drawn.append(num_samples)
+        if len(drawn) > 1:
+            raise ZeroDivisionError("the data's own fault")
+        return draw(generator, num_samples)
+
+    return model, draw_once, loss
 """
 
 
@@ -306,10 +318,23 @@ def test_out_of_memory_during_a_run_is_one_line_and_status_1(
 
 
 def test_bug_in_a_rank_shows_its_traceback_and_status_1(made: Made, capsys: Capture) -> None:
-    assert main(["run", made.schedule, "--model", made.spec.replace(":make", ":broken")]) == 1
+    assert main(["run", made.schedule, "--model", made.spec.replace(":make", ":broken_data")]) == 1
     err = capsys.readouterr().err
     assert "gpu0 failed:" in err
-    assert "ZeroDivisionError: the model's own fault" in err
+    assert "ZeroDivisionError: the data's own fault" in err
+
+
+@pytest.mark.parametrize("command", ["profile", "run"])
+def test_model_that_cannot_be_made_is_one_line(made: Made, capsys: Capture, command: str) -> None:
+    arguments = [command] if command == "profile" else [command, made.schedule]
+    assert main([*arguments, "--model", made.spec.replace(":make", ":broken")]) == 2
+    check_one_line(capsys, "broken() raised ZeroDivisionError: the model's own fault", "cli_model.py, line ")
+
+
+def test_model_file_that_is_no_python_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "no_python.py").write_text("def make(:\n")
+    assert main(["profile", "--model", f"{tmp_path / 'no_python.py'}:make"]) == 2
+    check_one_line(capsys, "it raised SyntaxError", "line 1")
 
 
 def check_one_line(capsys: Capture, *parts: str) -> None:
@@ -331,10 +356,15 @@ def check_one_line(capsys: Capture, *parts: str) -> None:
         ([], "no command"),
         (["walk"], "walk"),
         (["run", "--steps", "many", "SCHEDULE"], "'--steps'"),
+        (["run", "SCHEDULE", "--lr", "nan"], "--lr nan: must be finite and 0 or more"),
+        (["run", "SCHEDULE", "--weight-decay", "inf"], "--weight-decay inf: must be finite"),
+        (["run", "SCHEDULE", "-o", "."], ".: is a folder; name a file in it"),
+        (["run", "SCHEDULE", "--weights-out", "no/w"], "no/w: no such folder to write to"),
+        (["profile", "--model", "x.py:f", "-o", "no/p"], "no/p: no such folder to write to"),
         (["run", "SCHEDULE", "--steps", "0"], "'--steps'"),
         (["run"], "no SCHEDULE"),
         (["run", "gone.json"], "gone.json: No such file"),
-        (["run", "PROFILE"], "'harmony-profile/1', this version reads 'harmony-schedule/1'"),
+        (["run", "PROFILE"], "this is a profile file (harmony-profile/1), needed here is a schedule file"),
         (["run", "SCHEDULE", "--device", "tpu"], "--device tpu: use one of virtual, cuda"),
         (["run", "SCHEDULE", "--budget", "1GiB"], "only with --plain"),
         (["run", "SCHEDULE", "--plain", "--budget", "1Gb"], "a size looks like"),

@@ -212,6 +212,8 @@ def test_wrong_function_is_refused(functions: Path, name: str, message: str) -> 
         ("hf:gpt2?n_layer=two", "n_layer='two' is no int"),
         ("hf:gpt2?resid_pdrop=much", "resid_pdrop='much' is no float"),
         ("hf:gpt2?tie_word_embeddings=maybe", "tie_word_embeddings='maybe' is no bool"),
+        ("hf:gpt2?n_layer=-1", "n_layer=-1 must be at least 1"),
+        ("hf:gpt2?vocab_size=0", "vocab_size=0 must be at least 1"),
         ("hf:gpt2?n_inner=x", "n_inner='x' is no int"),
         ("hf:gpt2?n_layer", "'n_layer' is no key=value"),
         ("hf:gpt2?n_layer=1&n_layer=2", "n_layer is given twice, as 1 and as 2"),

@@ -412,10 +412,11 @@ def test_pack_whose_output_is_a_view_of_its_input_has_bytes_of_its_own() -> None
 def test_action_over_the_budget_is_named() -> None:
     workload = make_mlp()
     forward, backward, streams = PROGRAMS["two forward packs"]
-    hardware = make_hardware(memory_bytes=1200)
+    # less than the first action brings, for which all the others wait
+    hardware = make_hardware(memory_bytes=100)
     replayed = Replayed(workload, make_configuration(forward, backward, 3), streams(), hardware=hardware)
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"gpu0/h2d\[3\] in:I0.2: I0.2 needs 64 bytes .* over the limit of 1200"
+        torch.OutOfMemoryError, match=r"gpu0/h2d\[0\] in:WF0: WF0 needs 1024 bytes .* over the limit of 100"
     ):
         replayed.run()
 

@@ -312,7 +312,10 @@ REFUSED = {
         (*PLAN, "--memory", "0"),
         "--memory 0: 0 bytes of which 0 are reserved on gpu0 leave nothing",
     ),
-    "a given plan of other layers": ((*PLAN, "--fixed", "profile"), "this version reads 'harmony-fixed/1'"),
+    "a given plan of other layers": (
+        (*PLAN, "--fixed", "profile"),
+        "needed here is a fixed file (harmony-fixed/1)",
+    ),
     "a grid that is no list": (("frontier", "profile", "hardware", "--minibatch", "4,x"), "write 1,2,4"),
     "a grid of more devices than there are": (
         ("frontier", "profile", "hardware", "--minibatch", "4", "--devices", "5"),
@@ -320,8 +323,27 @@ REFUSED = {
     ),
     "a missing file": (("plan", "none", "hardware", "--minibatch", "4"), "none: No such file or directory"),
     "a folder": (("show", "."), "Is a directory"),
-    "another kind of file": (("show", "profile"), "profile: its schema is 'harmony-profile/1'"),
-    "an output that cannot be written": ((*PLAN, "-o", "no/where"), "No such file or directory"),
+    "another kind of file": (("show", "profile"), "profile: this is a profile file"),
+    "an output that cannot be written": ((*PLAN, "-o", "no/where"), "no/where: no such folder to write to"),
+    "an output that is a folder": ((*PLAN, "-o", "."), ".: is a folder"),
+    "a picture in no folder": (
+        ("frontier", "profile", "hardware", "--minibatch", "4", "--picture", "no/x.png"),
+        "no/x.png: no such folder",
+    ),
+    "an empty grid": (("frontier", "profile", "hardware", "--minibatch", ""), "--minibatch ''"),
+    "a grid with a hole": (("frontier", "profile", "hardware", "--minibatch", "8,"), "--minibatch '8,'"),
+    "memory with a hole": (
+        ("frontier", "profile", "hardware", "--minibatch", "8", "--memory", "1GiB,"),
+        "'': a size looks like",
+    ),
+    "a minibatch beyond all searching": (
+        ("plan", "profile", "hardware", "--minibatch", str(10**23)),
+        "more than 10000 microbatches",
+    ),
+    "limits without a picture": (
+        ("compare", "trace", "run", "--schedule", "schedule"),
+        "--schedule schedule: only with --picture",
+    ),
     "two results on standard output": ((*PLAN, "-o", "-", "--json"), "-o - and --json both"),
     "two files on standard input": (
         ("plan", "-", "-", "--minibatch", "4"),
@@ -355,7 +377,7 @@ def test_a_damaged_file_is_refused_with_its_place(run: Run, files: Path) -> None
     )
     done = run(*PLAN)
     assert done.status == 2
-    assert "profile: $.layers[0].forward[1].seconds: -1.0; a time is finite and above 0" in done.err
+    assert "profile: $.layers[0].forward[1].seconds: -1.0; a time is from 1e-12" in done.err
 
 
 # ---- as a program

@@ -117,9 +117,17 @@ def test_a_file_without_schema_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 @kinds
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "empty.json"
+    path.write_text("\n")
+    with pytest.raises(FormatError, match=r"empty.json: is empty"):
+        getattr(store, f"load_{kind}")(path)
+
+
+@kinds
 def test_another_file_is_refused_as_such(tmp_path: Path, kind: str) -> None:
     other = "hardware" if kind == "profile" else "profile"
-    with pytest.raises(FormatError, match=rf"this version reads 'harmony-{kind}/1'"):
+    with pytest.raises(FormatError, match=rf"this is a {other} file .*, needed here is a {kind} file"):
         load(tmp_path, kind, written(other))
 
 
@@ -176,6 +184,8 @@ def test_a_wrong_type_is_refused_with_its_place(
         # timings taken cold or with a broken clock
         ("profile", ("layers", 1, "forward", 0, "seconds"), 0.0, "$.layers[1].forward[0].seconds: 0.0"),
         ("profile", ("layers", 1, "forward", 2, "seconds"), -1e-3, "$.layers[1].forward[2].seconds: -0.001"),
+        ("profile", ("layers", 0, "backward", 0, "seconds"), 1e308, "$.layers[0].backward[0].seconds: 1e+308"),
+        ("profile", ("layers", 0, "weight_bytes"), 10**30, "$.layers[0].weight_bytes"),
         ("profile", ("layers", 0, "backward", 0, "seconds"), 1e400, "out of range - at `$.layers[0].backward[0].seconds`"),
         ("profile", ("layers", 0, "update", "host_seconds"), -1.0, "$.layers[0].update.host_seconds: -1.0"),
         ("profile", ("layers", 0, "update", "device_seconds"), 1e400, "out of range - at `$.layers[0].update.device_seconds`"),
@@ -189,7 +199,7 @@ def test_a_wrong_type_is_refused_with_its_place(
         ("profile", ("layers",), [], "$.layers: a profile needs at least one layer"),
         ("profile", ("edges", 1, "dst"), 0, "$.edges[1]: from 0 to 0"),
         ("profile", ("edges", 1, "dst"), 9, "$.edges[1]: from 0 to 9"),
-        ("profile", ("edges", 1, "bytes_per_sample"), -9, "$.edges[1]: -9 bytes"),
+        ("profile", ("edges", 1, "bytes_per_sample"), -9, "$.edges[1].bytes_per_sample: -9 bytes"),
         ("profile", ("ties",), [{"layers": [0, 7], "weight_bytes": 4}], "$.ties[0].layers: [0, 7]"),
         ("profile", ("ties",), [{"layers": [0], "weight_bytes": 4}], "$.ties[0].layers: [0]"),
         ("profile", ("target_bytes_per_sample",), -1, "$.target_bytes_per_sample: -1"),
@@ -200,10 +210,19 @@ def test_a_wrong_type_is_refused_with_its_place(
         ("hardware", ("devices", 1, "compute_scale"), 0.0, "$.devices[1].compute_scale: 0.0"),
         ("hardware", ("host_links", 0, "h2d_bytes_per_second"), 0.0, "$.host_links[0]: 0.0 bytes per second"),
         ("hardware", ("host_links", 0, "latency_seconds"), -1.0, "$.host_links[0].latency_seconds: -1.0"),
-        ("hardware", ("peer_bytes_per_second",), -1.0, "$.peer_bytes_per_second: a rate"),
+        ("hardware", ("peer_bytes_per_second",), -1.0, "$.peer_bytes_per_second: -1.0; a rate"),
         ("hardware", ("peer_bytes_per_second",), [[0.0, 1.0]], "$.peer_bytes_per_second: the matrix must be 2 x 2"),
-        ("hardware", ("peer_bytes_per_second",), [[0.0, 1.0], [0.0, 0.0]], "$.peer_bytes_per_second: a rate"),
-        ("hardware", ("host", "update_workers"), 0, "$.host: memory_bytes and update_workers"),
+        ("hardware", ("peer_bytes_per_second",), [[0.0, 1.0], [0.0, 0.0]], "$.peer_bytes_per_second: 0.0; a rate"),
+        ("hardware", ("host", "update_workers"), 0, "$.host.update_workers: 0"),
+        ("hardware", ("host", "pinnable_bytes"), -1, "$.host.pinnable_bytes: -1"),
+        ("hardware", ("devices", 0, "memory_bytes"), 10**30, "$.devices[0].memory_bytes"),
+        ("hardware", ("devices", 1, "compute_scale"), 1e308, "$.devices[1].compute_scale: 1e+308; a speed is from"),
+        ("hardware", ("host_links", 0, "h2d_bytes_per_second"), 1e-300, "$.host_links[0]: 1e-300 bytes per second"),
+        ("hardware", ("host_links", 0, "latency_seconds"), 1e30, "$.host_links[0].latency_seconds: 1e+30"),
+        ("schedule", ("configuration", "mode"), "dp", "$.configuration.mode: dp, but 1 replicas of 1 devices are pp"),
+        ("schedule", ("configuration", "backward_packs", 0, "seconds"), [1.0], "backward_packs[0].seconds: 1 times for"),
+        ("schedule", ("configuration", "forward_packs", 0, "seconds"), [-1.0] * 4, "forward_packs[0].seconds"),
+        ("schedule", ("configuration", "backward_packs", 0, "update_seconds"), -1.0, "backward_packs[0].update_seconds: -1.0"),
         ("schedule", ("configuration", "num_devices"), 2, "$.configuration.num_devices: 2, the hardware has 1"),
         ("schedule", ("configuration", "minibatch"), 5, "$.configuration.microbatches.forward: covers 4 of 5"),
         ("schedule", ("configuration", "microbatches", "forward"), [[0, 2]], "$.configuration.microbatches.forward: covers 2 of 4"),
@@ -385,7 +404,7 @@ def test_schedule_or_trace_loads_whichever_it_is(tmp_path: Path) -> None:
         store.save(NOUNS[kind], tmp_path / kind)
         assert isinstance(store.load_schedule_or_trace(tmp_path / kind), noun_type)
     store.save(PROFILE, tmp_path / "profile")
-    with pytest.raises(FormatError, match="schema"):
+    with pytest.raises(FormatError, match="this is a profile file"):
         store.load_schedule_or_trace(tmp_path / "profile")
 
 

@@ -292,6 +292,16 @@ def test_a_schedule_of_another_profile_is_refused_by_naming_both(other: Profile)
         verify(schedule_of(ONE_PROGRAM, ONE), other, hardware())
 
 
+@pytest.mark.parametrize(("name", "value"), [("dtype", "bfloat16"), ("optimizer", "sgd")])
+def test_a_schedule_that_was_edited_to_other_types_is_refused(name: str, value: str) -> None:
+    schedule = schedule_of(ONE_PROGRAM, ONE)
+    edited = replace(schedule, profile=replace(schedule.profile, **{name: value}))
+    with pytest.raises(
+        FormatError, match=rf"\$\.profile\.{name}: the schedule says '{value}', its profile '"
+    ):
+        verify(edited, PROFILE, hardware())
+
+
 def test_other_times_are_the_same_model() -> None:
     costs = tuple(replace(cost, seconds=9.0) for cost in PROFILE.layers[0].forward)
     slower = replace(PROFILE, layers=(replace(PROFILE.layers[0], forward=costs), *PROFILE.layers[1:]))

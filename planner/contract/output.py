@@ -1,0 +1,65 @@
+"""Where results go: looked at before the work, written whole after it. The only place that knows how a file appears."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from planner.contract.errors import FormatError
+
+STANDARD = "-"
+"""The path that stands for standard input or output."""
+
+
+def check_outputs(*paths: Path | str | None) -> None:
+    """Raise FormatError where nothing could be written to one of the paths: hours later would be too late to find out."""
+    for path in paths:
+        if path is None or str(path) == STANDARD:
+            continue
+        target = Path(path)
+        if not str(path):
+            raise FormatError("an output has no name; give a path, or - for standard output")
+        if target.is_dir():
+            raise FormatError(f"{path}: is a folder; name a file in it")
+        if not target.absolute().parent.is_dir():
+            raise FormatError(f"{path}: no such folder to write to; make it first")
+        writable = target if _is_special(target) else target.absolute().parent
+        if not os.access(writable, os.W_OK):
+            raise FormatError(f"{path}: {writable} cannot be written to; name another place")
+
+
+@contextmanager
+def whole(path: Path | str) -> Iterator[Path]:
+    """A path to write to; what is written appears at `path` at the end, whole or not at all.
+
+    What is no regular file (a pipe, a device) is written to as it is. Raises OSError.
+    """
+    target = Path(path)
+    if _is_special(target):
+        yield target
+        return
+    # a link stays one
+    target = target.resolve()
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        beside.touch()
+        mode = beside.stat().st_mode
+        yield beside
+        # some writers make a file that only its owner may read
+        beside.chmod(mode)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_whole(path: Path | str, content: bytes) -> None:
+    """Write a file whole or not at all. Raises OSError."""
+    with whole(path) as beside:
+        beside.write_bytes(content)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is there and neither a file nor a folder."""
+    return path.exists() and not path.is_file() and not path.is_dir()
