@@ -57,7 +57,7 @@ def run_forward(rank: Rank, action: Forward, iteration: int) -> bool:
         kept = {key for keys in handed.values() for key in keys}
         with graph.saved.hooks() if graph is not None else torch.no_grad():
             for layer in range(pack.first, pack.last + 1):
-                seed_layer(rank.options.seed, iteration, layer, first)
+                seed_layer(rank.options.seed, rank.options.done + iteration, layer, first)
                 _run_layer(rank, layer, weights, environment, end - first, own_buffers=False)
                 _forget(rank, environment, layer, pack.last, kept)
         for value, keys in handed.items():
@@ -186,7 +186,7 @@ def _recompute(
     kept: set[TensorName] = set()
     loss = torch.empty(0)
     for layer in range(pack.first, pack.last + 1):
-        seed_layer(rank.options.seed, iteration, layer, samples[0])
+        seed_layer(rank.options.seed, rank.options.done + iteration, layer, samples[0])
         # statistics are updated once: by the forward, which for the fused pack is this one
         out = _run_layer(rank, layer, weights, environment, samples[1] - samples[0], own_buffers=not is_fused)
         if is_fused and layer == pack.last:

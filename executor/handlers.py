@@ -1,6 +1,7 @@
 """What each action does. `HANDLERS[type(action)](rank, action, iteration)` runs it, already in its order.
 
-A handler never waits for another action: replay.py has done that. It runs on its stream's thread. Forward and
+A handler never waits for another action: replay.py has done that. One that changes the host's weights waits for the
+checkpoint that is being written of them. It runs on its stream's thread. Forward and
 backward are in compute.py.
 """
 
@@ -148,6 +149,7 @@ def run_swap_out(rank: Rank, action: SwapOut, iteration: int) -> bool:
         assert flat is not None
         copies.append((rank.store.gradient_range(pack.first, pack.last), flat))
     else:
+        rank.wait_until_saved(min(rank.memory[value].buffers), iteration)
         for layer, buffers in rank.memory[value].buffers.items():
             if rank.decomposition.layers[layer].batch_coupled:
                 copies += [(target, buffers[name]) for name, target in rank.store.buffers(layer).items()]
@@ -228,6 +230,7 @@ def run_update(rank: Rank, action: Update, iteration: int) -> bool:
     if pack.update == "device":
         rank.residents.update(action.pack)
     else:
+        rank.wait_until_saved(pack.first, iteration)
         rank.optimizer.step_layers(range(pack.first, pack.last + 1))
     return rank.device.pace(started, pack.update_seconds)
 

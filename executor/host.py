@@ -1,6 +1,6 @@
 """The host store: one shared mapping per server with all that does not fit the devices.
 
-    control      done[action], begun[action] (of sends), losses, failure, batch count, busy links
+    control      done[action], begun[action] (of sends), losses, failure, batch count, saved layers, busy links
     weights      W and buffers of all layers, flat     gradients, states   likewise
     batch x 2    iterations alternate                  stash               one area per stashed tensor
 
@@ -27,6 +27,8 @@ from planner.contract.rules import Rules
 
 PAGE = 4096
 WORD = 8
+NUM_WORDS = 3
+"""Control words that every store has."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ def plan_store(rules: Rules, decomposition: Decomposition, num_nodes: int) -> St
     costs, last = rules.costs, rules.costs.num_layers - 1
     devices = rules.configuration.num_devices
     microbatches = len(rules.backward_samples)
-    # failed, batches, busy[device][direction], done[node], begun[node]; losses as float32
-    end = _page(WORD * (2 + 2 * devices + 2 * num_nodes) + 4 * 2 * microbatches)
+    # failed, batches, saved, busy[device][direction], done[node], begun[node]; losses as float32
+    end = _page(WORD * (NUM_WORDS + 2 * devices + 2 * num_nodes) + 4 * 2 * microbatches)
     offsets = []
     for nbytes in (costs.weight_bytes(0, last), costs.gradient_bytes(0, last), costs.state_bytes(0, last)):
         offsets.append(end)
@@ -113,11 +115,11 @@ class HostStore:
         self._rules = rules
         self._decomposition = decomposition
         self._places = places
-        nodes = 2 + 2 * layout.num_devices
+        nodes = NUM_WORDS + 2 * layout.num_devices
         losses = WORD * (nodes + 2 * layout.num_nodes)
         words = memoryview(self._map)[:losses].cast("q")
         self._words = words
-        self.busy = words[2:nodes]
+        self.busy = words[NUM_WORDS:nodes]
         self.done = words[nodes : nodes + layout.num_nodes]
         self.begun = words[nodes + layout.num_nodes :]
         self.losses = self._tensor(losses, (2, layout.num_microbatches), torch.float32)
@@ -151,6 +153,15 @@ class HostStore:
     @num_batches.setter
     def num_batches(self, value: int) -> None:
         self._words[1] = value
+
+    @property
+    def num_saved(self) -> int:
+        """How far checkpoints are: of all that this run could make, one after each iteration, the layers that are past."""
+        return self._words[2]
+
+    @num_saved.setter
+    def num_saved(self, value: int) -> None:
+        self._words[2] = value
 
     # ---- areas
 

@@ -30,14 +30,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from executor import checkpoint
 from executor.decompose import Decomposition
 from executor.host import HostStore, create_memory, plan_store
-from executor.load import check_model, check_optimizer, fill, load, release, save_weights
+from executor.load import check_model, check_optimizer, load
 from executor.options import RunOptions
 from executor.record import merge
 from executor.recorder import RankRecord
 from executor.replay import Aborted, Rank
 from executor.structure import layer_places
+from executor.weights import fill, fill_from, model_state, open_weights, release, save_weights
 from planner.contract import store as files
 from planner.contract.errors import HarmonyError
 from planner.contract.output import check_outputs
@@ -64,11 +66,15 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told. text: the schedule as JSON; pickled, it would not hash to the same any more."""
+    """What every rank is told. text: the schedule as JSON; pickled, it would not hash to the same any more.
+
+    resumed: the checkpoint to go on from.
+    """
 
     text: bytes
     options: RunOptions
     weights_out: Path | None = None
+    resumed: Path | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -96,9 +102,11 @@ def run_schedule(
     *,
     trace_path: Path | str | None = None,
     weights_out: Path | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> Trace:
-    """Train by a schedule (or a file with one) and return the measured trace; write it and the weights.
+    """Train by a schedule (or a file with one) and return the measured trace; write it, the weights, and checkpoints
+    where options has them. resume: go on from the newest of these; options.steps counts what that one has done, too.
 
     Raises HarmonyError (it does not belong to the model or machine), OSError, torch.OutOfMemoryError, RunError.
     """
@@ -109,13 +117,31 @@ def run_schedule(
     check_outputs(trace_path, weights_out)
     # the layers are the planned ones unless others are asked for
     options = replace(options, patterns=options.patterns or schedule.profile.model.patterns)
-    job = Job(files.encode(schedule), options, weights_out)
+    options, resumed = _resumed(options) if resume else (options, None)
+    if options.checkpoints is not None and not resume:
+        options.checkpoints.check_new()
+    job = Job(files.encode(schedule), options, weights_out, resumed)
     note = progress or _note_nothing
     is_rank = "RANK" in os.environ
     trace = _run_as_rank(job, note) if is_rank else _run_locally(job, note)
     if trace_path is not None and (not is_rank or os.environ["RANK"] == "0"):
         files.save(trace, trace_path)
     return trace
+
+
+def _resumed(options: RunOptions) -> tuple[RunOptions, Path | None]:
+    """What is left to do, and the checkpoint to go on from; all, and None, where there is none yet."""
+    if options.checkpoints is None:
+        raise HarmonyError("--resume: from which folder? say --checkpoint FOLDER")
+    newest = options.checkpoints.newest()
+    if newest is None:
+        return options, None
+    done = checkpoint.read_progress(newest).steps
+    if done >= options.steps:
+        raise HarmonyError(
+            f"--resume: {newest} has {done} iterations done, --steps {options.steps} leaves none to do; ask for more"
+        )
+    return replace(options, done=done, steps=options.steps - done, weights=None), newest
 
 
 def _note_nothing(iteration: int, loss: float, seconds: float) -> None:
@@ -272,9 +298,25 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
     check_microbatches(rules)
     graph = Graph(parse_program(schedule.programs.train), rules)
     check_program(graph)
+    _check_checkpoints(rules, options)
     store = _share_store(rank, rules, decomposition, len(graph.actions), options)
+    progress = checkpoint.Progress(
+        options.done + options.steps,
+        schedule.configuration.minibatch,
+        options.seed,
+        options.optimizer.lower(),
+        options.settings,
+        decomposition.structure_hash,
+    )
+    state = model_state(workload, decomposition)
+    places = layer_places(decomposition, options.optimizer, options.settings)
     if rank == 0:
         fill(store, decomposition)
+        if options.weights is not None:
+            fill_from(store, decomposition, open_weights(options.weights))
+        if job.resumed is not None:
+            checkpoint.check_same_run(job.resumed, checkpoint.read_progress(job.resumed), progress)
+            checkpoint.restore(store, decomposition, places, job.resumed)
     dist.barrier()
     losses: list[float] = []
 
@@ -282,18 +324,40 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
         losses.append(loss)
         on_iteration(iteration, loss, seconds)
 
-    places = layer_places(decomposition, options.optimizer, options.settings)
     release(workload, decomposition)
     runner = Rank(rank, graph, schedule.hardware, workload, decomposition, places, store, options)
     dist.barrier()
-    record = runner.run(note)
+    writer = None
+    if rank == 0 and options.checkpoints is not None:
+        writer = checkpoint.Writer(options.checkpoints, store, decomposition, places, state)
+
+    def save(steps: int, on_layer: Callable[[int], None]) -> None:
+        assert writer is not None
+        writer.write(msgspec.structs.replace(progress, steps=steps), on_layer)
+
+    record = runner.run(note, save if writer is not None else None)
     records: list[RankRecord | None] = [None] * dist.get_world_size()
     dist.gather_object(record, records if rank == 0 else None)
     if rank != 0:
         return None
+    if writer is not None:
+        writer.write(progress)
     if job.weights_out is not None:
-        save_weights(store, decomposition, job.weights_out)
+        save_weights(store, decomposition, state, job.weights_out)
     return merge([r for r in records if r is not None], schedule, graph, options, losses)
+
+
+def _check_checkpoints(rules: Rules, options: RunOptions) -> None:
+    """Raise HarmonyError where the host has no weights to save before the run ends."""
+    checkpoints = options.checkpoints
+    if checkpoints is None or not 0 < checkpoints.every < options.steps:
+        return
+    for b, pack in enumerate(rules.backward_packs):
+        if pack.update == "device":
+            raise HarmonyError(
+                f"--checkpoint-every {checkpoints.every}: backward pack {b} stays on its device until the run ends; "
+                f"plan with --updates host, or leave --checkpoint-every out"
+            )
 
 
 def _share_store(

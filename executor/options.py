@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from executor.checkpoint import Checkpoints
 from executor.models import load_workload
 from executor.workload import Workload
 
@@ -17,6 +18,7 @@ class RunOptions:
     """model: a spec for models.load_workload. settings: the optimizer's arguments by torch.optim's names.
 
     paced: on virtual devices actions take their planned seconds; without, as long as they take.
+    done: iterations that an earlier run has done; steps are those that follow. weights: a file to start from.
     """
 
     model: str
@@ -28,6 +30,9 @@ class RunOptions:
     data: Path | None = None
     paced: bool = True
     patterns: tuple[str, ...] = ()
+    done: int = 0
+    weights: Path | None = None
+    checkpoints: Checkpoints | None = None
 
     def load(self) -> Workload:
         """The workload, the same in every process."""

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from executor.load import check_model, check_optimizer, load, write_weights
+from executor.load import check_model, check_optimizer, load
 from executor.options import RunOptions
 from executor.record import plain_trace
 from executor.reference import train
+from executor.weights import write_weights
 from planner.contract import store as files
 from planner.contract.output import check_outputs
 from planner.contract.profile import model_hash

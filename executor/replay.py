@@ -36,6 +36,9 @@ from planner.contract.actions import Action, Receive, Reduce, Send, Value
 from planner.contract.hardware import Hardware
 from planner.contract.precedence import Graph
 
+Save = Callable[[int, Callable[[int], None]], None]
+"""save(steps, on_layer): write a checkpoint; on_layer(layer) once this layer and all later ones are on disk."""
+
 POLL_SECONDS = 0.0002
 """How often the counters of other ranks are looked at."""
 LAST_SECONDS = 0.5
@@ -102,6 +105,7 @@ class Rank:
             [store.weights(i) for i in layers],
             [store.gradients(i) for i in layers],
             store.states(),
+            is_resumed=options.done > 0,
         )
         self.residents = Residents(self)
         self._lanes = [i for i, lane in enumerate(graph.lanes) if lane.device == rank]
@@ -114,8 +118,11 @@ class Rank:
             graph.lanes[lane].stream: queue.SimpleQueue() for lane in self._lanes
         }
 
-    def run(self, on_iteration: Callable[[int, float, float], None] | None = None) -> RankRecord:
-        """Run all iterations. on_iteration(iteration, loss, seconds) is called on rank 0 as they end.
+    def run(
+        self, on_iteration: Callable[[int, float, float], None] | None = None, save: Save | None = None
+    ) -> RankRecord:
+        """Run all iterations. On rank 0 on_iteration(iteration, loss, seconds) is called as they end, and save
+        where a checkpoint is due.
 
         Raises the first failure of this rank, or Aborted where another rank failed first.
         """
@@ -129,6 +136,8 @@ class Rank:
         ]
         if self.rank == 0:
             threads.append(self._thread(partial(self._feed, on_iteration), "batches"))
+            if save is not None:
+                threads.append(self._thread(partial(self._save, save), "checkpoints"))
         # compute stays on the main thread: autograd and the generators belong to it
         for lane in self._lanes:
             if lane not in others:
@@ -242,10 +251,10 @@ class Rank:
                 self.poll(lambda ended=ended: self.is_over(ended))  # type: ignore[misc]
                 now = time.perf_counter()
                 if on_iteration is not None:
-                    on_iteration(ended, self.loss(ended), now - last)
+                    on_iteration(self.options.done + ended, self.loss(ended), now - last)
                 last = now
             if k < self.options.steps:
-                batch = draw_batch(self.workload, self.options.seed, k, minibatch)
+                batch = draw_batch(self.workload, self.options.seed, self.options.done + k, minibatch)
                 for name in self.store.layout.batch[0]:
                     self.store.batch(k, name, 0, minibatch).copy_(batch[name])
                 self.store.num_batches = k + 1
@@ -259,6 +268,31 @@ class Rank:
     def loss(self, iteration: int) -> float:
         """The minibatch's loss of one of the last two iterations."""
         return minibatch_loss(self.store.losses[iteration % 2].tolist(), self.rules.backward_samples)
+
+    # ---- checkpoints
+
+    def _save(self, save: Save) -> None:
+        """Save what iteration k - 1 left once it is over everywhere, the last layer first, while iteration k runs."""
+        for k in range(1, self.options.steps):
+            if self._is_due(k):
+                self.poll(lambda ended=k - 1: self.is_over(ended))  # type: ignore[misc]
+                save(self.options.done + k, partial(self._note_saved, k))
+
+    def _note_saved(self, iteration: int, layer: int) -> None:
+        self.store.num_saved = self._saved(iteration, layer)
+
+    def wait_until_saved(self, layer: int, iteration: int) -> None:
+        """Until this layer and all later ones, as the iteration before left them, are in the checkpoint that is due."""
+        if self._is_due(iteration):
+            self.poll(lambda: self.store.num_saved >= self._saved(iteration, layer))
+
+    def _is_due(self, iteration: int) -> bool:
+        checkpoints = self.options.checkpoints
+        return checkpoints is not None and iteration > 0 and checkpoints.is_due(self.options.done + iteration)
+
+    def _saved(self, iteration: int, layer: int) -> int:
+        num_layers = len(self.decomposition.layers)
+        return iteration * num_layers + num_layers - layer
 
     # ---- failure
 

@@ -18,13 +18,14 @@ from torch import Tensor
 from executor.decompose import Decomposition
 from executor.host import HostStore, create_memory, plan_store
 from executor.launch import run_schedule
-from executor.load import fill, load
+from executor.load import load
 from executor.models import load_workload
 from executor.options import RunOptions
 from executor.profile import measure_profile
 from executor.reference import PlainResult, train
 from executor.replay import Rank
 from executor.structure import layer_places
+from executor.weights import fill
 from planner.contract.fixed import Fixed
 from planner.contract.hardware import DeviceSpec, Hardware, Host, HostLink
 from planner.contract.precedence import Graph

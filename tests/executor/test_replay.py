@@ -7,10 +7,12 @@ The programs are text, written by hand for one device (or by the planner's lower
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from executor.checkpoint import Checkpoints
 from executor.decompose import Decomposition, decompose
 from executor.host import HostStore, create_memory, plan_store
 from executor.launch import run_schedule
@@ -407,6 +410,37 @@ def test_pack_whose_output_is_a_view_of_its_input_has_bytes_of_its_own() -> None
     assert len(decomposition.layers) == 4
     replayed = Replayed(workload, make_configuration((0, 1, 2), (0, 1, 2, 3), 4), decomposition=decomposition)
     check_equals_plain(workload, replayed)
+
+
+def test_a_slow_checkpoint_holds_the_moment_it_is_of() -> None:
+    """The next iteration runs meanwhile; its update of a layer waits until that layer is saved."""
+    workload = make_mlp()
+    forward, backward, streams = PROGRAMS["two forward packs"]
+    replayed = Replayed(workload, make_configuration(forward, backward, 3), streams(), steps=4)
+    options = dataclasses.replace(replayed.options, checkpoints=Checkpoints(Path("unused"), 1))
+    replayed.rank.options = options
+    saved: dict[int, dict[str, Tensor]] = {}
+    begun: list[int] = []
+
+    def save(steps: int, on_layer: Callable[[int], None]) -> None:
+        found = saved.setdefault(steps, {})
+        for layer in (2, 1, 0):
+            time.sleep(0.05)
+            found |= {name: tensor.clone() for name, tensor in replayed.store.weights(layer).items()}
+            begun.append(replayed.store.done[0])
+            on_layer(layer)
+
+    replayed.rank.run(save=save)
+    assert sorted(saved) == [1, 2, 3]
+    assert any(count > steps for steps, count in zip([1] * 3 + [2] * 3 + [3] * 3, begun, strict=True)), (
+        "no pause"
+    )
+    for steps, weights in saved.items():
+        fresh = make_mlp()
+        plain = train(fresh, dataclasses.replace(options, steps=steps), FOUR)
+        assert weights.keys() == plain.parameters.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, plain.parameters[name]), (steps, name)
 
 
 def test_action_over_the_budget_is_named() -> None:

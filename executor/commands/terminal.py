@@ -1,4 +1,4 @@
-"""How the commands print: results on stdout, progress and complaints on stderr. Only cli.py uses it."""
+"""How the commands print: results on stdout, progress and complaints on stderr."""
 
 from __future__ import annotations
 

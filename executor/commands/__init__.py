@@ -1,0 +1,1 @@
+"""The commands of `harmony-executor`, one a file, and how they print."""

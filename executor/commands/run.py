@@ -1,0 +1,201 @@
+"""`harmony-executor run`: train by a schedule."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import typer
+
+from executor.commands import render, terminal
+from executor.commands.options import (
+    DEFAULT_OPTIMIZER,
+    Data,
+    DeviceOption,
+    Json,
+    LearningRate,
+    Momentum,
+    Optimizer,
+    Output,
+    Seed,
+    Size,
+    WeightDecay,
+    check_device,
+    check_output,
+    optimizer_settings,
+)
+from planner.contract import store
+from planner.contract.errors import FormatError
+from planner.contract.output import STANDARD, check_outputs
+from planner.contract.schedule import Samples, Schedule
+from planner.contract.units import parse_bytes
+
+
+def run_command(
+    schedule_file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCHEDULE", help="What to run; - reads standard input. May be left out with --plain."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="SPEC", help="The planned one where not given.")
+    ] = None,
+    device: DeviceOption = "virtual",
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Iterations; the first one is a warm-up.")
+    ] = 10,
+    optimizer: Optimizer = None,
+    lr: LearningRate = 1e-3,
+    weight_decay: WeightDecay = None,
+    momentum: Momentum = None,
+    seed: Seed = 0,
+    data: Data = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Train without the schedule, all of it on one device.")
+    ] = False,
+    budget: Annotated[
+        Size, typer.Option("--budget", metavar="SIZE", help="With --plain: the device's memory.")
+    ] = None,
+    minibatch: Annotated[
+        int | None,
+        typer.Option(
+            "--minibatch", min=1, metavar="SAMPLES", help="With --plain: the schedule's where not given."
+        ),
+    ] = None,
+    microbatch: Annotated[
+        int | None,
+        typer.Option(
+            "--microbatch", min=1, metavar="SAMPLES", help="With --plain: the schedule's where not given."
+        ),
+    ] = None,
+    unpaced: Annotated[
+        bool, typer.Option("--unpaced", help="Virtual devices run as fast as they can.")
+    ] = False,
+    weights_out: Annotated[
+        Path | None,
+        typer.Option("--weights-out", metavar="PATH", help="Write the trained weights (safetensors)."),
+    ] = None,
+    weights_in: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights-in",
+            metavar="PATH",
+            help="Start from these: safetensors, a folder of them, or a state_dict by torch.save.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", metavar="FOLDER", help="Save what it takes to go on exactly."),
+    ] = None,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            "--checkpoint-every", min=0, metavar="N", help="After every N iterations; 0: after the last one."
+        ),
+    ] = 0,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest checkpoint in FOLDER, up to --steps in all."),
+    ] = False,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Train by a schedule and record what ran when."""
+    check_device(device)
+    check_output(output, as_json)
+    check_outputs(weights_out)
+    settings = optimizer_settings(lr, weight_decay, momentum)
+    if plain and (checkpoint or resume or weights_in):
+        raise FormatError("--checkpoint, --resume and --weights-in: not with --plain; run by a schedule")
+    if checkpoint is None and (checkpoint_every or resume):
+        raise FormatError("--checkpoint-every and --resume: of which folder? say --checkpoint FOLDER")
+    if weights_in is not None and resume:
+        raise FormatError("--weights-in and --resume: a checkpoint has the weights already; choose one")
+    if weights_in is not None and not weights_in.exists():
+        raise FormatError(f"--weights-in {weights_in}: no such file or folder")
+    if not plain:
+        for option, given in (("--budget", budget), ("--minibatch", minibatch), ("--microbatch", microbatch)):
+            if given is not None:
+                raise FormatError(f"{option} {given}: only with --plain; a schedule says it itself")
+        if schedule_file is None:
+            raise FormatError("no SCHEDULE; plan one, or train with --plain --model SPEC --minibatch SAMPLES")
+    schedule = None if schedule_file is None else store.load_schedule(schedule_file)
+    spec = model or (schedule.profile.model.spec if schedule is not None else "")
+    if not spec:
+        raise FormatError(
+            "--model is missing" + ("" if schedule is None else "; the schedule's profile names none")
+        )
+    limit = None if budget is None else parse_bytes(budget)
+    samples = _plain_samples(schedule, minibatch, microbatch) if plain else ()
+    from executor.checkpoint import Checkpoints
+    from executor.launch import run_schedule
+    from executor.options import RunOptions
+    from executor.plain import run_plain
+    from executor.replay import Aborted
+
+    checkpoints = None if checkpoint is None else Checkpoints(checkpoint, checkpoint_every)
+    options = RunOptions(
+        model=spec,
+        device=cast(Literal["virtual", "cuda"], device),
+        steps=steps,
+        optimizer=optimizer or (schedule.profile.optimizer if schedule is not None else DEFAULT_OPTIMIZER),
+        settings=settings,
+        seed=seed,
+        data=data,
+        paced=not unpaced,
+        weights=weights_in,
+        checkpoints=checkpoints,
+    )
+    num_samples = samples[-1][1] if plain or schedule is None else schedule.configuration.minibatch
+    with terminal.iterations(steps, num_samples) as note:
+        if plain:
+            trace = run_plain(
+                schedule,
+                options,
+                samples,
+                budget_bytes=limit,
+                trace_path=output,
+                weights_out=weights_out,
+                progress=note,
+            )
+        else:
+            assert schedule is not None
+            try:
+                trace = run_schedule(
+                    schedule,
+                    options,
+                    trace_path=output,
+                    weights_out=weights_out,
+                    resume=resume,
+                    progress=note,
+                )
+            except Aborted:
+                # under torchrun: the rank that failed says why
+                raise typer.Exit(1) from None
+    if not _is_first_rank():
+        return
+    if as_json:
+        terminal.print_json(render.trace_json(trace))
+    else:
+        for line in render.trace_lines(trace, None if plain else schedule, limit):
+            typer.echo(line, err=output == STANDARD)
+
+
+def _plain_samples(
+    schedule: Schedule | None, minibatch: int | None, microbatch: int | None
+) -> tuple[Samples, ...]:
+    """The microbatches of plain training: the schedule's backward ones, or as asked for."""
+    if schedule is not None and minibatch is None and microbatch is None:
+        return schedule.configuration.microbatches.backward
+    if minibatch is None and schedule is None:
+        raise FormatError("--plain: --minibatch is missing; it is how many samples an iteration has")
+    total = minibatch or (schedule.configuration.minibatch if schedule is not None else 0)
+    from executor.reference import even_microbatches
+
+    return even_microbatches(total, microbatch or total)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"

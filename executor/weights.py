@@ -1,0 +1,186 @@
+"""Weights between a model, the host store and files.
+
+Read are a safetensors file, a folder of them with an index, and what torch.save wrote of a state_dict; written is one
+safetensors file that `model.load_state_dict` takes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from executor.decompose import Decomposition
+from executor.host import HostStore
+from executor.workload import Workload
+from planner.contract.errors import FormatError
+from planner.contract.output import whole
+
+INDEX = "model.safetensors.index.json"
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors by the model's names, each read when it is asked for."""
+
+    path: Path
+    names: Collection[str]
+    get: Callable[[str], Tensor]
+
+
+def open_weights(path: Path) -> Source:
+    """What a file or a folder with an index has. Raises FormatError, OSError."""
+    if path.is_dir():
+        return _folder(path)
+    if path.suffix == ".safetensors":
+        opened = _opened(path)
+        return Source(path, frozenset(opened.keys()), opened.get_tensor)
+    try:
+        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FormatError(
+            f"{path}: neither a .safetensors file nor a state_dict that torch.save wrote: {cause}"
+        ) from None
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise FormatError(f"{path}: is no state_dict; save model.state_dict() itself")
+    return Source(path, frozenset(tensors), tensors.__getitem__)
+
+
+def _folder(path: Path) -> Source:
+    single = path / "model.safetensors"
+    if single.is_file():
+        return open_weights(single)
+    index = path / INDEX
+    if not index.is_file():
+        raise FormatError(f"{path}: has neither {single.name} nor {INDEX}; name a folder with weights")
+    try:
+        files = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except msgspec.MsgspecError as error:
+        raise FormatError(f"{index}: {error}") from None
+    opened = {name: _opened(path / name) for name in sorted(set(files.values()))}
+
+    def get(name: str) -> Tensor:
+        try:
+            tensor: Tensor = opened[files[name]].get_tensor(name)
+        except SafetensorError as error:
+            raise FormatError(f"{path / files[name]}: {error}") from None
+        return tensor
+
+    return Source(path, frozenset(files), get)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(str(path), "pt")
+    except FileNotFoundError:
+        raise FormatError(f"{path}: no such file") from None
+    except SafetensorError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+# ---- into the store
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The names in a model's state_dict, and those of its tensors that no layer uses, which never change."""
+
+    names: frozenset[str]
+    loose: dict[str, Tensor]
+
+
+def model_state(workload: Workload, decomposition: Decomposition) -> ModelState:
+    """To be asked for before `release`."""
+    found = workload.model.state_dict()
+    used = {
+        alias
+        for layer in decomposition.layers
+        for name in (*layer.parameters, *layer.buffers)
+        for alias in decomposition.aliases.get(name, (name,))
+    }
+    loose = {name: tensor.detach().clone() for name, tensor in found.items() if name not in used}
+    return ModelState(frozenset(found), loose)
+
+
+def fill(store: HostStore, decomposition: Decomposition) -> None:
+    """The model's weights and buffers into the store. The optimizer fills its state with its first step."""
+    for i in range(len(decomposition.layers)):
+        for name, target in store.weights(i).items():
+            target.copy_(decomposition.parameters[name].detach())
+        for name, target in store.buffers(i).items():
+            target.copy_(decomposition.buffers[name])
+
+
+def fill_from(store: HostStore, decomposition: Decomposition, source: Source) -> None:
+    """Weights and buffers of a file into the store, by any of their names; buffers that it lacks stay as they are.
+
+    Raises FormatError where a parameter is missing, or has another shape or type.
+    """
+    for layer in range(len(decomposition.layers)):
+        for tensors, is_needed in ((store.weights(layer), True), (store.buffers(layer), False)):
+            for name, target in tensors.items():
+                aliases = decomposition.aliases.get(name, (name,))
+                known = next((alias for alias in aliases if alias in source.names), None)
+                if known is not None:
+                    copy_checked(target, source.get(known), f"{source.path}: {known}")
+                elif is_needed:
+                    raise FormatError(f"{source.path}: has no {name}; it was written for another model")
+
+
+def copy_checked(target: Tensor, source: Tensor, where: str) -> None:
+    """Raises FormatError where shapes or types differ."""
+    if (target.shape, target.dtype) != (source.shape, source.dtype):
+        raise FormatError(
+            f"{where} has shape {tuple(source.shape)} and type {source.dtype}, "
+            f"the model's has {tuple(target.shape)} and {target.dtype}"
+        )
+    target.copy_(source)
+
+
+def release(workload: Workload, decomposition: Decomposition) -> None:
+    """Let a process's own copy of the parameters go; the store has them."""
+    for tensor in (*decomposition.parameters.values(), *workload.model.parameters()):
+        tensor.data = torch.empty(0, dtype=tensor.dtype)
+
+
+# ---- out of it
+
+
+def layer_state(
+    store: HostStore, decomposition: Decomposition, state: ModelState, layer: int
+) -> dict[str, Tensor]:
+    """What a layer is the first to use, by all names that the model's state_dict has for it, each in memory of its own."""
+    found: dict[str, Tensor] = dict(state.loose) if layer == 0 else {}
+    before = {name for other in decomposition.layers[:layer] for name in (*other.parameters, *other.buffers)}
+    for name, tensor in (store.weights(layer) | store.buffers(layer)).items():
+        known = [alias for alias in decomposition.aliases.get(name, (name,)) if alias in state.names]
+        if name not in before:
+            found |= {alias: tensor.clone() for alias in known}
+    return found
+
+
+def save_weights(store: HostStore, decomposition: Decomposition, state: ModelState, path: Path) -> None:
+    """All parameters and buffers by their original names, as safetensors."""
+    tensors: dict[str, Tensor] = {}
+    for layer in range(len(decomposition.layers)):
+        tensors |= layer_state(store, decomposition, state, layer)
+    write_weights(tensors, path)
+
+
+def write_weights(tensors: dict[str, Tensor], path: Path) -> None:
+    """One safetensors file, whole or not at all."""
+    with whole(path) as beside:
+        save_file(tensors, str(beside))
