@@ -33,7 +33,7 @@ import torch.distributed as dist
 from executor import checkpoint
 from executor.decompose import Decomposition
 from executor.host import HostStore, create_memory, plan_store
-from executor.load import check_model, check_optimizer, load
+from executor.load import as_planned, check_model, check_optimizer, load
 from executor.options import RunOptions
 from executor.record import merge
 from executor.recorder import RankRecord
@@ -115,8 +115,7 @@ def run_schedule(
     check_optimizer(schedule, options)
     parse_program(schedule.programs.train)
     check_outputs(trace_path, weights_out)
-    # the layers are the planned ones unless others are asked for
-    options = replace(options, patterns=options.patterns or schedule.profile.model.patterns)
+    options = as_planned(schedule, options)
     options, resumed = _resumed(options) if resume else (options, None)
     if options.checkpoints is not None and not resume:
         options.checkpoints.check_new()

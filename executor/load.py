@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from executor.decompose import Decomposition, decompose
 from executor.decompose.move import move_code
+from executor.models import DTYPES
 from executor.options import RunOptions
 from executor.structure import structure
 from executor.workload import Workload
@@ -23,6 +26,16 @@ def load(options: RunOptions, *, check: bool) -> tuple[Workload, Decomposition, 
         move_code(decomposition, torch.device("cuda"))
     profile = structure(decomposition, options.model, options.optimizer, options.settings, options.patterns)
     return workload, decomposition, profile
+
+
+def as_planned(schedule: Schedule, options: RunOptions) -> RunOptions:
+    """Layers and types are the planned ones unless others are asked for."""
+    planned = schedule.profile
+    return replace(
+        options,
+        patterns=options.patterns or planned.model.patterns,
+        dtype=options.dtype or (planned.dtype if planned.dtype in DTYPES else ""),
+    )
 
 
 def check_model(schedule: Schedule, profile: Profile) -> None:

@@ -16,9 +16,14 @@ from executor.huggingface import make_workload
 from executor.workload import Workload, flat
 from planner.contract.errors import HarmonyError
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types that a whole model can be trained in; fewer bits keep float32 masters (optimizer.py)."""
 
-def load_workload(spec: str, *, seed: int, data: Path | None = None) -> Workload:
-    """The workload that a spec names; random weights come from `seed`. Raises HarmonyError."""
+
+def load_workload(spec: str, *, seed: int, data: Path | None = None, dtype: str = "") -> Workload:
+    """The workload that a spec names; random weights come from `seed`. dtype: what floating-point weights, buffers and
+    batches are rounded to; as the model has them where empty. Raises HarmonyError.
+    """
     torch.manual_seed(seed)
     if spec.startswith("hf:"):
         workload = make_workload(spec, data)
@@ -27,7 +32,9 @@ def load_workload(spec: str, *, seed: int, data: Path | None = None) -> Workload
             raise HarmonyError(f"--data {data}: only hf: models read it; {spec!r} draws its own batches")
         workload = _from_function(spec)
     workload.model.train()
-    return flat(workload.model, workload.draw, workload.loss, workload.pad)
+    if dtype:
+        workload.model.to(DTYPES[dtype])
+    return flat(workload.model, workload.draw, workload.loss, workload.pad, DTYPES.get(dtype))
 
 
 def _from_function(spec: str) -> Workload:

@@ -19,6 +19,9 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """torch.optim classes with fused CPU kernels."""
 PROBE_SHAPE = (2, 3)
 
+MASTER = "master"
+"""The state that is the float32 copy of a parameter of fewer bits."""
+
 StateEntry = tuple[str, tuple[int, ...], torch.dtype]
 
 
@@ -54,8 +57,17 @@ def make_optimizer(
         raise HarmonyError(f"--optimizer {name}: {error}") from None
 
 
+def has_master(parameter: Tensor) -> bool:
+    """Whether a parameter is too coarse for small steps: the optimizer steps a float32 copy, which it is rounded from."""
+    return parameter.dtype in (torch.bfloat16, torch.float16)
+
+
 def state_layout(name: str, settings: Mapping[str, Any], parameter: Tensor) -> tuple[StateEntry, ...]:
-    """What the optimizer keeps for a parameter, learnt from one step on a small tensor of its type."""
+    """What is kept for a parameter: its master where it has one, and what the optimizer keeps, learnt from one step on a
+    small tensor of the type that it steps."""
+    if has_master(parameter):
+        master = (MASTER, tuple(parameter.shape), torch.float32)
+        return (master, *state_layout(name, settings, parameter.detach().to("meta", torch.float32)))
     probe = torch.zeros(PROBE_SHAPE, dtype=parameter.dtype, requires_grad=True)
     optimizer = make_optimizer(name, [probe], settings)
     probe.grad = torch.zeros_like(probe)
@@ -78,6 +90,8 @@ class LayerOptimizer:
     weights, gradients: per layer and parameter name the views of the host store. states: per owned parameter its
     state tensors by key; is_resumed: they hold what an earlier run left. Parameters used by several layers belong
     to the first; the gradients of all uses are added in layer order and the new weights copied to every use.
+    Where a parameter has a master, that one is stepped (as in mixed precision training; Micikevicius et al., ICLR
+    2018), and the weights are rounded from it.
     """
 
     def __init__(
@@ -97,12 +111,15 @@ class LayerOptimizer:
         for i, layer in enumerate(gradients):
             for parameter in layer:
                 self._uses.setdefault(parameter, []).append(i)
-        self._own = {parameter: weights[uses[0]][parameter] for parameter, uses in self._uses.items()}
+        self._own = {
+            parameter: states.get(parameter, {}).get(MASTER, weights[uses[0]][parameter])
+            for parameter, uses in self._uses.items()
+        }
         self.optimizer = make_optimizer(name, list(self._own.values()), settings)
         self._unplaced = set(self._own)
         for parameter, tensor in self._own.items():
             if is_resumed:
-                self.optimizer.state[tensor] = dict(states[parameter])
+                self.optimizer.state[tensor] = {k: v for k, v in states[parameter].items() if k != MASTER}
                 self._unplaced.discard(parameter)
             elif self.optimizer.state.get(tensor):
                 # Adagrad fills its state when it is made: into the store with it, or every rank keeps one of its own
@@ -127,14 +144,16 @@ class LayerOptimizer:
                 gradient = found[first][name]
                 for other in others:
                     gradient.add_(found[other][name])
-                self._own[name].grad = gradient
+                own = self._own[name]
+                own.grad = gradient.to(own.dtype)
             # torch passes over parameters without a gradient: all of the other layers'
             self.optimizer.step()
             for name in stepped:
                 self._own[name].grad = None
                 self._place(name)
-                for other in self._uses[name][1:]:
-                    self._weights[other][name].copy_(self._own[name])
+                for use in self._uses[name]:
+                    if self._weights[use][name] is not self._own[name]:
+                        self._weights[use][name].copy_(self._own[name])
 
     def _place(self, name: str) -> None:
         """Move a parameter's state into the store, once.
@@ -147,5 +166,7 @@ class LayerOptimizer:
         self._unplaced.discard(name)
         state, places = self.optimizer.state[self._own[name]], self._states[name]
         for key, place in places.items():
+            if key == MASTER:
+                continue
             place.copy_(state[key])
             state[key] = place

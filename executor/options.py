@@ -18,6 +18,7 @@ class RunOptions:
     """model: a spec for models.load_workload. settings: the optimizer's arguments by torch.optim's names.
 
     paced: on virtual devices actions take their planned seconds; without, as long as they take.
+    dtype: what the model is rounded to; as it is where empty.
     done: iterations that an earlier run has done; steps are those that follow. weights: a file to start from.
     """
 
@@ -30,10 +31,11 @@ class RunOptions:
     data: Path | None = None
     paced: bool = True
     patterns: tuple[str, ...] = ()
+    dtype: str = ""
     done: int = 0
     weights: Path | None = None
     checkpoints: Checkpoints | None = None
 
     def load(self) -> Workload:
         """The workload, the same in every process."""
-        return load_workload(self.model, seed=self.seed, data=self.data)
+        return load_workload(self.model, seed=self.seed, data=self.data, dtype=self.dtype)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from executor.load import check_model, check_optimizer, load
+from executor.load import as_planned, check_model, check_optimizer, load
 from executor.options import RunOptions
 from executor.record import plain_trace
 from executor.reference import train
@@ -39,7 +38,7 @@ def run_plain(
         torch.set_num_threads(1)
     if schedule is not None:
         check_optimizer(schedule, options)
-        options = replace(options, patterns=options.patterns or schedule.profile.model.patterns)
+        options = as_planned(schedule, options)
     workload, decomposition, profile = load(options, check=False)
     if schedule is not None:
         check_model(schedule, profile)

@@ -20,7 +20,7 @@ from executor.decompose import Decomposition, Layer, decompose
 from executor.decompose.layers import BATCH, TensorName
 from executor.decompose.move import move_code
 from executor.meter import Meter
-from executor.optimizer import is_fused, make_optimizer
+from executor.optimizer import has_master, is_fused, make_optimizer
 from executor.structure import aligned, structure
 from executor.workload import Workload
 from planner.contract import profile as contract
@@ -235,7 +235,8 @@ class _Bench:
             return contract.UpdateCost()
         what = f"update of layer {layer.name}"
         on_host = self._step_seconds([t.cpu() for t in trained], optimizer, settings, what)
-        if not is_fused(optimizer):
+        # gradients in the master's type are on the side, too
+        if not is_fused(optimizer) or any(has_master(t) for t in trained):
             return contract.UpdateCost(on_host)
         if self.device.type == "cpu":
             return contract.UpdateCost(on_host, on_host)
@@ -245,14 +246,21 @@ class _Bench:
     def _step_seconds(
         self, tensors: Sequence[Tensor], optimizer: str, settings: Mapping[str, Any], what: str
     ) -> float:
-        parameters = [t.clone().requires_grad_() for t in tensors]
-        stepped = make_optimizer(optimizer, parameters, settings)
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 1e-4)
+        """As LayerOptimizer steps them: where they have masters, those."""
+        weights = [t.clone() for t in tensors]
+        own = [(w.float() if has_master(w) else w).requires_grad_() for w in weights]
+        stepped = make_optimizer(optimizer, own, settings)
+        gradients = [torch.full_like(w, 1e-4, requires_grad=False) for w in weights]
 
         def once() -> float:
             start = self._now()
-            stepped.step()
+            with torch.no_grad():
+                for parameter, gradient in zip(own, gradients, strict=True):
+                    parameter.grad = gradient.to(parameter.dtype)
+                stepped.step()
+                for weight, parameter in zip(weights, own, strict=True):
+                    if weight is not parameter:
+                        weight.copy_(parameter)
             return self._now() - start
 
         return self._timed(once, what)[0]

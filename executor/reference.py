@@ -16,7 +16,7 @@ from torch import Tensor
 
 from executor.decompose import Decomposition, decompose
 from executor.meter import Meter
-from executor.optimizer import make_optimizer
+from executor.optimizer import has_master, make_optimizer
 from executor.options import RunOptions
 from executor.randomness import seed_layer, seeding_hooks
 from executor.replay import draw_batch, minibatch_loss
@@ -60,7 +60,9 @@ def train(
     meter = Meter(budget_bytes, "plain")
     meter.allocate(sum(t.nbytes for t in (*model.parameters(), *model.buffers())), "the model")
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(options.optimizer, trained, options.settings)
+    masters = [p.detach().float() if has_master(p) else p for p in trained]
+    meter.allocate(sum(m.nbytes for m, p in zip(masters, trained, strict=True) if m is not p), "masters")
+    optimizer = make_optimizer(options.optimizer, masters, options.settings)
     losses, seconds = [], []
     for iteration in range(options.steps):
         batch = draw_batch(workload, options.seed, iteration, minibatch)
@@ -79,13 +81,25 @@ def train(
                 torch.autograd.backward([loss], [torch.full_like(loss, (end - first) / minibatch)])
                 parts.append(loss.item())
                 del loss, microbatch
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            _step(optimizer, trained, masters)
         losses.append(minibatch_loss(parts, samples))
         seconds.append(time.perf_counter() - started)
         on_iteration(iteration, losses[-1], seconds[-1])
     parameters = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
     return PlainResult(tuple(losses), tuple(seconds), parameters, meter.peak_bytes)
+
+
+def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """One step, of the masters where parameters have them; no gradients are left."""
+    with torch.no_grad():
+        for parameter, master in zip(parameters, masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                master.grad, parameter.grad = parameter.grad.to(master.dtype), None
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for parameter, master in zip(parameters, masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
 
 
 def even_microbatches(minibatch: int, size: int) -> tuple[tuple[int, int], ...]:

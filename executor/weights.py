@@ -20,6 +20,7 @@ from torch import Tensor
 
 from executor.decompose import Decomposition
 from executor.host import HostStore
+from executor.optimizer import MASTER
 from executor.workload import Workload
 from planner.contract.errors import FormatError
 from planner.contract.output import whole
@@ -116,16 +117,27 @@ def model_state(workload: Workload, decomposition: Decomposition) -> ModelState:
 
 
 def fill(store: HostStore, decomposition: Decomposition) -> None:
-    """The model's weights and buffers into the store. The optimizer fills its state with its first step."""
+    """The model's weights and buffers into the store. The optimizer fills its state with its first step, but for masters."""
     for i in range(len(decomposition.layers)):
         for name, target in store.weights(i).items():
             target.copy_(decomposition.parameters[name].detach())
         for name, target in store.buffers(i).items():
             target.copy_(decomposition.buffers[name])
+    _fill_masters(store, decomposition)
+
+
+def _fill_masters(store: HostStore, decomposition: Decomposition) -> None:
+    weights = {
+        name: tensor for i in range(len(decomposition.layers)) for name, tensor in store.weights(i).items()
+    }
+    for name, states in store.states().items():
+        if MASTER in states:
+            states[MASTER].copy_(weights[name])
 
 
 def fill_from(store: HostStore, decomposition: Decomposition, source: Source) -> None:
     """Weights and buffers of a file into the store, by any of their names; buffers that it lacks stay as they are.
+    Rounded where the model's type has fewer bits.
 
     Raises FormatError where a parameter is missing, or has another shape or type.
     """
@@ -135,9 +147,13 @@ def fill_from(store: HostStore, decomposition: Decomposition, source: Source) ->
                 aliases = decomposition.aliases.get(name, (name,))
                 known = next((alias for alias in aliases if alias in source.names), None)
                 if known is not None:
-                    copy_checked(target, source.get(known), f"{source.path}: {known}")
+                    tensor = source.get(known)
+                    if tensor.is_floating_point() and target.is_floating_point():
+                        tensor = tensor.to(target.dtype)
+                    copy_checked(target, tensor, f"{source.path}: {known}")
                 elif is_needed:
                     raise FormatError(f"{source.path}: has no {name}; it was written for another model")
+    _fill_masters(store, decomposition)
 
 
 def copy_checked(target: Tensor, source: Tensor, where: str) -> None:

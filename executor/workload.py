@@ -107,8 +107,10 @@ def flat(
     draw: Callable[[torch.Generator, int], Any],
     loss: Callable[[nn.Module, Any], Tensor],
     pad: Mapping[str, Pad] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Workload:
-    """A workload with flat batches of one whose batches are pytrees, each checked against the first.
+    """A workload with flat batches of one whose batches are pytrees, each checked against the first; dtype: what their
+    floating-point tensors are rounded to.
 
     A tensor has samples where its first dimension follows their number, which one draw of two and one of three
     samples tell; others are `fixed`. Raises BatchError.
@@ -116,7 +118,10 @@ def flat(
     template = _template({n: draw(torch.Generator().manual_seed(0), n) for n in (2, 3)}, pad or {})
 
     def draw_flat(generator: torch.Generator, num_samples: int) -> Batch:
-        return template.read(draw(generator, num_samples), num_samples)
+        batch = template.read(draw(generator, num_samples), num_samples)
+        if dtype is None:
+            return batch
+        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
 
     def loss_of_flat(model: nn.Module, batch: Batch) -> Tensor:
         return loss(model, template.write(batch))

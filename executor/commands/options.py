@@ -12,6 +12,7 @@ from planner.contract.errors import FormatError, HarmonyError
 from planner.contract.output import STANDARD, check_outputs
 
 DEVICES = ("virtual", "cuda")
+DTYPES = ("float32", "bfloat16")
 DEFAULT_OPTIMIZER = "adamw"
 
 DeviceOption = Annotated[
@@ -28,6 +29,14 @@ WeightDecay = Annotated[
 ]
 Momentum = Annotated[
     float | None, typer.Option("--momentum", metavar="X", help="SGD's; the same when profiling and running.")
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="float32 or bfloat16 (with float32 masters); as the model has it where not given.",
+    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of weights, batches and dropout.")]
 Data = Annotated[
@@ -56,6 +65,12 @@ def check_device(device: str) -> None:
 
         if not torch.cuda.is_available():
             raise HarmonyError("--device cuda: torch sees no GPU here; use --device virtual")
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise FormatError where a model cannot be trained in that type."""
+    if dtype and dtype not in DTYPES:
+        raise FormatError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
 
 
 def check_output(output: str | None, as_json: bool) -> None:

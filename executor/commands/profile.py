@@ -11,6 +11,7 @@ from executor.commands.options import (
     DEFAULT_OPTIMIZER,
     Data,
     DeviceOption,
+    Dtype,
     Json,
     LayerPatterns,
     LearningRate,
@@ -20,6 +21,7 @@ from executor.commands.options import (
     Seed,
     WeightDecay,
     check_device,
+    check_dtype,
     check_output,
     optimizer_settings,
 )
@@ -45,6 +47,7 @@ def profile_command(
     momentum: Momentum = None,
     layers: LayerPatterns = None,
     repeats: Annotated[int, typer.Option("--repeats", min=2, help="Runs of which the median counts.")] = 5,
+    dtype: Dtype = "",
     seed: Seed = 0,
     data: Data = None,
     output: Output = None,
@@ -53,11 +56,12 @@ def profile_command(
     """Measure what each layer of a model costs: seconds and bytes, forward, backward and update."""
     sizes = _parse_sizes(microbatches)
     check_device(device)
+    check_dtype(dtype)
     check_output(output, as_json)
     from executor.models import load_workload
     from executor.profile import measure_profile
 
-    workload = load_workload(model, seed=seed, data=data)
+    workload = load_workload(model, seed=seed, data=data, dtype=dtype)
     with terminal.progress("measuring layers") as advance:
         profile = measure_profile(
             workload,

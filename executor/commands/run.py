@@ -13,6 +13,7 @@ from executor.commands.options import (
     DEFAULT_OPTIMIZER,
     Data,
     DeviceOption,
+    Dtype,
     Json,
     LearningRate,
     Momentum,
@@ -22,6 +23,7 @@ from executor.commands.options import (
     Size,
     WeightDecay,
     check_device,
+    check_dtype,
     check_output,
     optimizer_settings,
 )
@@ -50,6 +52,7 @@ def run_command(
     lr: LearningRate = 1e-3,
     weight_decay: WeightDecay = None,
     momentum: Momentum = None,
+    dtype: Dtype = "",
     seed: Seed = 0,
     data: Data = None,
     plain: Annotated[
@@ -104,6 +107,9 @@ def run_command(
 ) -> None:
     """Train by a schedule and record what ran when."""
     check_device(device)
+    check_dtype(dtype)
+    if dtype and schedule_file is not None:
+        raise FormatError(f"--dtype {dtype}: only with --plain and no SCHEDULE; a schedule says it itself")
     check_output(output, as_json)
     check_outputs(weights_out)
     settings = optimizer_settings(lr, weight_decay, momentum)
@@ -144,6 +150,7 @@ def run_command(
         settings=settings,
         seed=seed,
         data=data,
+        dtype=dtype,
         paced=not unpaced,
         weights=weights_in,
         checkpoints=checkpoints,

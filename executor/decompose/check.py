@@ -12,6 +12,8 @@ from executor.randomness import seed_layer, seeding_hooks
 from executor.workload import Workload
 
 RELATIVE_TOLERANCE = 1e-5
+COARSE_ROUNDINGS = 8
+"""How many roundings types of fewer bits than float32 may be apart."""
 
 
 def check_cut(workload: Workload, decomposition: Decomposition, batch: dict[str, Tensor]) -> Decomposition:
@@ -109,7 +111,7 @@ def _compare(
 ) -> None:
     if not torch.equal(whole.loss, cut.loss):
         difference = _difference(whole.loss, cut.loss)
-        if not difference <= RELATIVE_TOLERANCE:
+        if not difference <= _tolerance(cut.loss):
             raise DecomposeError(
                 f"{how}the cut model's loss is {cut.loss.item()}, the whole model's {whole.loss.item()}; "
                 f"it is not the same model"
@@ -133,9 +135,17 @@ def _compare(
                     continue
                 difference = _difference(ours[name], theirs[name])
                 where = f"{how}layer {i} ({layer.name}): {kind} of {name} differs"
-                if not difference <= RELATIVE_TOLERANCE:
+                if not difference <= _tolerance(ours[name]):
                     raise DecomposeError(f"{where} by {difference:.1e}, relative")
                 notices.append(f"{where} by rounding ({difference:.1e}, relative)")
+
+
+def _tolerance(tensor: Tensor) -> float:
+    return (
+        max(RELATIVE_TOLERANCE, COARSE_ROUNDINGS * torch.finfo(tensor.dtype).eps)
+        if tensor.is_floating_point()
+        else 0.0
+    )
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

@@ -7,6 +7,7 @@ and for an LSTM; on two devices as close as that.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,12 @@ def make_hardware(devices: int) -> Hardware:
 def profiled(options: RunOptions) -> Profile:
     torch.set_num_threads(1)
     return measure_profile(
-        options.load(), options.model, [1, 2], optimizer="adamw", settings=options.settings, repeats=2
+        options.load(),
+        options.model,
+        [1, 2],
+        optimizer=options.optimizer,
+        settings=options.settings,
+        repeats=2,
     )
 
 
@@ -144,6 +150,20 @@ def test_model_trains_bit_for_bit_with_each_layer_swapped_by_itself(name: str) -
     for buffer_name, buffer in workload.model.named_buffers():
         if buffer_name in weights:
             torch.testing.assert_close(weights[buffer_name], buffer, rtol=1e-6 if is_inexact else 0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
+def test_model_trains_bit_for_bit_in_bfloat16(name: str) -> None:
+    options = replace(make_options(SPECS[name]), dtype="bfloat16")
+    schedule = each_layer_alone(options, 1)
+    losses, weights, decomposition = run_here(schedule, options)
+    plain = train(options.load(), options, schedule.configuration.microbatches.backward)
+    is_inexact = name == "lstm" or any(decomposition.parameters[n].requires_grad for n in decomposition.ties)
+    if not is_inexact:
+        assert losses == list(plain.losses)
+        assert all(torch.equal(weights[n], p) for n, p in plain.parameters.items() if n in weights)
+    assert losses == pytest.approx(plain.losses, rel=1e-3)
 
 
 @pytest.mark.slow
