@@ -18,6 +18,7 @@ from executor.compute import run_backward, run_forward
 from executor.decompose.layers import BATCH, TensorName
 from executor.host import check_free, over_storage
 from executor.memory import slot_bytes, tensors_in
+from executor.optimizer import clip_coefficient
 from executor.resident import place_weights
 from planner.contract.actions import (
     Action,
@@ -231,8 +232,19 @@ def run_update(rank: Rank, action: Update, iteration: int) -> bool:
         rank.residents.update(action.pack)
     else:
         rank.wait_until_saved(pack.first, iteration)
-        rank.optimizer.step_layers(range(pack.first, pack.last + 1))
+        scale = rank.store.agreed[1] if rank.rules.configuration.agree else None
+        rank.optimizer.step_layers(range(pack.first, pack.last + 1), scale=scale)
     return rank.device.pace(started, pack.update_seconds)
+
+
+def run_agree(rank: Rank, action: Agree, iteration: int) -> bool:
+    """The norm over all gradients, summed in the model's order, and what updates multiply them by."""
+    started = time.perf_counter()
+    assert rank.options.clip_norm is not None
+    norm = rank.optimizer.norm(rank.decomposition.parameters)
+    rank.store.agreed[0] = norm
+    rank.store.agreed[1] = clip_coefficient(norm, rank.options.clip_norm)
+    return rank.device.pace(started, rank.rules.configuration.agree_seconds)
 
 
 def run_free(rank: Rank, action: Free, iteration: int) -> bool:
@@ -250,12 +262,13 @@ HANDLERS: dict[type[Action], Callable[..., bool]] = {
     Receive: run_receive,
     Reduce: run_reduce,
     Update: run_update,
+    Agree: run_agree,
     Free: run_free,
 }
 """By type of action; each returns whether it overran its planned seconds."""
 
 
-def check_supported(rules: Rules, actions: list[Action]) -> None:
+def check_supported(rules: Rules) -> None:
     """Raise HarmonyError, naming it, for what this version plans but does not replay yet."""
     for b, backward in enumerate(rules.backward_packs):
         if backward.update == "device" and backward.weights != "resident":
@@ -263,9 +276,11 @@ def check_supported(rules: Rules, actions: list[Action]) -> None:
                 f"backward pack {b}: weights {backward.weights!r} with an update on the device cannot be replayed yet, "
                 f"only 'resident'"
             )
-    for action in actions:
-        if isinstance(action, Agree):
-            raise HarmonyError(f"{action}: cannot be replayed yet")
+        if backward.update == "device" and rules.configuration.agree:
+            raise HarmonyError(
+                f"backward pack {b}: an update on the device cannot wait for a norm over all gradients; "
+                f"plan with --clip, which updates on the host"
+            )
 
 
 def check_reductions(graph: Graph) -> None:

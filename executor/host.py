@@ -51,8 +51,8 @@ def plan_store(rules: Rules, decomposition: Decomposition, num_nodes: int) -> St
     costs, last = rules.costs, rules.costs.num_layers - 1
     devices = rules.configuration.num_devices
     microbatches = len(rules.backward_samples)
-    # failed, batches, saved, busy[device][direction], done[node], begun[node]; losses as float32
-    end = _page(WORD * (NUM_WORDS + 2 * devices + 2 * num_nodes) + 4 * 2 * microbatches)
+    # failed, batches, saved, busy[device][direction], done[node], begun[node]; losses and agreed as float32
+    end = _page(WORD * (NUM_WORDS + 2 * devices + 2 * num_nodes) + 4 * (2 * microbatches + 2))
     offsets = []
     for nbytes in (costs.weight_bytes(0, last), costs.gradient_bytes(0, last), costs.state_bytes(0, last)):
         offsets.append(end)
@@ -123,6 +123,8 @@ class HostStore:
         self.done = words[nodes : nodes + layout.num_nodes]
         self.begun = words[nodes + layout.num_nodes :]
         self.losses = self._tensor(losses, (2, layout.num_microbatches), torch.float32)
+        self.agreed = self._tensor(losses + self.losses.nbytes, (2,), torch.float32)
+        """The norm over all gradients, and what they are multiplied by."""
         costs = rules.costs
         self._weight_starts = [
             costs.weight_bytes(0, i) - costs.weight_bytes(i, i) for i in range(costs.num_layers)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from executor import checkpoint
 from executor.decompose import Decomposition
 from executor.host import HostStore, create_memory, plan_store
-from executor.load import as_planned, check_model, check_optimizer, load
+from executor.load import as_planned, check_clipping, check_model, check_optimizer, load
 from executor.options import RunOptions
 from executor.record import merge
 from executor.recorder import RankRecord
@@ -113,6 +113,7 @@ def run_schedule(
     if isinstance(schedule, Path):
         schedule = files.load_schedule(schedule)
     check_optimizer(schedule, options)
+    check_clipping(schedule, options)
     parse_program(schedule.programs.train)
     check_outputs(trace_path, weights_out)
     options = as_planned(schedule, options)
@@ -304,7 +305,7 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
         schedule.configuration.minibatch,
         options.seed,
         options.optimizer.lower(),
-        options.settings,
+        options.settings | ({} if options.clip_norm is None else {"clip_norm": options.clip_norm}),
         decomposition.structure_hash,
     )
     state = model_state(workload, decomposition)

@@ -53,6 +53,18 @@ def check_model(schedule: Schedule, profile: Profile) -> None:
     )
 
 
+def check_clipping(schedule: Schedule, options: RunOptions) -> None:
+    """Raise FormatError where a schedule clips gradients and the run does not, or the other way round."""
+    if options.clip_norm is not None and not schedule.configuration.agree:
+        raise FormatError(
+            f"--clip-norm {options.clip_norm}: the schedule applies gradients before all are there; plan with --clip"
+        )
+    if options.clip_norm is None and schedule.configuration.agree:
+        raise FormatError(
+            "--clip-norm is missing: the schedule was planned with --clip, for a largest norm that the run says"
+        )
+
+
 def check_optimizer(schedule: Schedule, options: RunOptions) -> None:
     """Raise FormatError where a schedule was planned for another optimizer."""
     planned = schedule.profile.optimizer

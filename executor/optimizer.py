@@ -84,6 +84,11 @@ def state_layout(name: str, settings: Mapping[str, Any], parameter: Tensor) -> t
     return tuple(entries)
 
 
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of a norm are multiplied by, as `torch.nn.utils.clip_grad_norm_` has it: a scalar."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
 class LayerOptimizer:
     """One optimizer over all parameters; `step_layers` steps those of some layers and leaves the others alone.
 
@@ -130,10 +135,31 @@ class LayerOptimizer:
         """Live: a learning rate changed here holds from the next step on."""
         return self.optimizer.param_groups
 
+    def norm(self, names: Iterable[str]) -> Tensor:
+        """The norm over the gradients of these parameters, those without one left out, as
+        `torch.nn.utils.get_total_norm` has it: a scalar."""
+        norms = []
+        for name in names:
+            if name not in self._uses:
+                continue
+            first, *others = self._uses[name]
+            gradient = self._gradients[first][name]
+            for other in others:
+                gradient = gradient + self._gradients[other][name]
+            norms.append(torch.linalg.vector_norm(gradient.to(self._own[name].dtype)))
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
     def step_layers(
-        self, layers: Iterable[int], gradients: Mapping[int, Mapping[str, Tensor]] | None = None
+        self,
+        layers: Iterable[int],
+        gradients: Mapping[int, Mapping[str, Tensor]] | None = None,
+        *,
+        scale: Tensor | None = None,
     ) -> None:
-        """One optimizer step of the parameters that these layers own, from the gradients in the store or given ones."""
+        """One optimizer step of the parameters that these layers own, from the gradients in the store or given ones.
+
+        scale: a scalar that the gradients are multiplied by first.
+        """
         found = self._gradients if gradients is None else gradients
         stepped = [
             name for layer in layers for name in self._gradients[layer] if self._uses[name][0] == layer
@@ -146,6 +172,8 @@ class LayerOptimizer:
                     gradient.add_(found[other][name])
                 own = self._own[name]
                 own.grad = gradient.to(own.dtype)
+                if scale is not None:
+                    own.grad.mul_(scale)
             # torch passes over parameters without a gradient: all of the other layers'
             self.optimizer.step()
             for name in stepped:

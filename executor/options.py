@@ -18,6 +18,7 @@ class RunOptions:
     """model: a spec for models.load_workload. settings: the optimizer's arguments by torch.optim's names.
 
     paced: on virtual devices actions take their planned seconds; without, as long as they take.
+    clip_norm: the largest norm over all gradients; larger ones are scaled down to it.
     dtype: what the model is rounded to; as it is where empty.
     done: iterations that an earlier run has done; steps are those that follow. weights: a file to start from.
     """
@@ -31,6 +32,7 @@ class RunOptions:
     data: Path | None = None
     paced: bool = True
     patterns: tuple[str, ...] = ()
+    clip_norm: float | None = None
     dtype: str = ""
     done: int = 0
     weights: Path | None = None

@@ -235,13 +235,26 @@ class _Bench:
             return contract.UpdateCost()
         what = f"update of layer {layer.name}"
         on_host = self._step_seconds([t.cpu() for t in trained], optimizer, settings, what)
+        norm = self._norm_seconds([t.cpu() for t in trained], f"norm of layer {layer.name}")
         # gradients in the master's type are on the side, too
         if not is_fused(optimizer) or any(has_master(t) for t in trained):
-            return contract.UpdateCost(on_host)
+            return contract.UpdateCost(on_host, None, norm)
         if self.device.type == "cpu":
-            return contract.UpdateCost(on_host, on_host)
+            return contract.UpdateCost(on_host, on_host, norm)
         on_device = [t.to(self.device) for t in trained]
-        return contract.UpdateCost(on_host, self._step_seconds(on_device, optimizer, settings, what))
+        return contract.UpdateCost(on_host, self._step_seconds(on_device, optimizer, settings, what), norm)
+
+    def _norm_seconds(self, tensors: Sequence[Tensor], what: str) -> float:
+        """As LayerOptimizer finds it: in the type that is stepped."""
+        gradients = [torch.full_like(t, 1e-4) for t in tensors]
+
+        def once() -> float:
+            start = time.perf_counter()
+            for gradient in gradients:
+                torch.linalg.vector_norm(gradient.float() if has_master(gradient) else gradient)
+            return time.perf_counter() - start
+
+        return self._timed(once, what)[0]
 
     def _step_seconds(
         self, tensors: Sequence[Tensor], optimizer: str, settings: Mapping[str, Any], what: str

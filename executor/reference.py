@@ -81,7 +81,7 @@ def train(
                 torch.autograd.backward([loss], [torch.full_like(loss, (end - first) / minibatch)])
                 parts.append(loss.item())
                 del loss, microbatch
-            _step(optimizer, trained, masters)
+            _step(optimizer, trained, masters, options.clip_norm)
         losses.append(minibatch_loss(parts, samples))
         seconds.append(time.perf_counter() - started)
         on_iteration(iteration, losses[-1], seconds[-1])
@@ -89,12 +89,19 @@ def train(
     return PlainResult(tuple(losses), tuple(seconds), parameters, meter.peak_bytes)
 
 
-def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+def _step(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    clip_norm: float | None,
+) -> None:
     """One step, of the masters where parameters have them; no gradients are left."""
     with torch.no_grad():
         for parameter, master in zip(parameters, masters, strict=True):
             if master is not parameter and parameter.grad is not None:
                 master.grad, parameter.grad = parameter.grad.to(master.dtype), None
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(masters, clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         for parameter, master in zip(parameters, masters, strict=True):

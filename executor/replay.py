@@ -73,7 +73,7 @@ class Rank:
         self.places = places
         self.store = store
         self.options = options
-        check_supported(self.rules, graph.actions)
+        check_supported(self.rules)
         check_reductions(graph)
         num_devices = self.rules.configuration.num_devices
         self.recorder = Recorder(rank, options.steps)

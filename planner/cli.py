@@ -86,6 +86,9 @@ def plan_command(
             "--updates", help="host: always there; any: also on the device, of weights that stay there."
         ),
     ] = "any",
+    clip: Annotated[
+        bool, typer.Option("--clip", help="For clipping by global norm: updates wait for all gradients.")
+    ] = False,
     devices: Annotated[
         int | None, typer.Option("--devices", min=1, metavar="N", help="Use the first N devices.")
     ] = None,
@@ -128,7 +131,9 @@ def plan_command(
         if fixed is not None:
             given = store.load_fixed(fixed)
             try:
-                result = plan_fixed(profile, hardware, given, minibatch=minibatch, num_devices=devices)
+                result = plan_fixed(
+                    profile, hardware, given, minibatch=minibatch, clip=clip, num_devices=devices
+                )
             except FormatError as error:
                 raise FormatError(f"{fixed}: {error}") from None
         else:
@@ -139,6 +144,7 @@ def plan_command(
                 mode=mode,
                 activations=activations,
                 updates=updates,
+                clip=clip,
                 num_devices=devices,
                 top=top,
                 time_limit_seconds=time_limit,
@@ -147,7 +153,9 @@ def plan_command(
         if result.schedule is None:
             raise InfeasibleError(result.reason)
         if explain:
-            answers = what_if(profile, hardware, minibatch, devices or len(hardware.devices), time_limit)
+            answers = what_if(
+                profile, hardware, minibatch, devices or len(hardware.devices), time_limit, clip
+            )
     if output is not None:
         store.save(result.schedule, output)
     compared = _baselines(profile, hardware, minibatch, devices) if baselines else []

@@ -12,7 +12,7 @@ from statistics import median, quantiles
 
 import msgspec
 
-from planner.contract.actions import STREAMS, Backward, Forward, SwapIn, SwapOut, Update, parse_action
+from planner.contract.actions import STREAMS, Agree, Backward, Forward, SwapIn, SwapOut, Update, parse_action
 from planner.contract.errors import FormatError
 from planner.contract.schedule import Schedule
 from planner.contract.store import schedule_hash
@@ -221,7 +221,7 @@ def _phases(planned: tuple[Span, ...], measured: tuple[Span, ...]) -> tuple[Pair
                 return "forward"
             case Backward(pack):
                 return "fused" if pack == fused else "backward"
-            case Update():
+            case Update() | Agree():
                 return "update"
             case _:
                 return ""

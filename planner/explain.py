@@ -24,11 +24,13 @@ class Change:
     hardware: Hardware
     minibatch: int
     num_devices: int
+    clip: bool = False
 
 
-def changes(hardware: Hardware, minibatch: int, num_devices: int) -> list[Change]:
-    """One more GiB a device, a link twice as fast, one more device like the last, a minibatch twice as large."""
-    base = Change("", hardware, minibatch, num_devices)
+def changes(hardware: Hardware, minibatch: int, num_devices: int, clip: bool = False) -> list[Change]:
+    """One more GiB a device, a link twice as fast, one more device like the last, a minibatch twice as large, and no
+    clipping where gradients are clipped."""
+    base = Change("", hardware, minibatch, num_devices, clip)
     devices = hardware.devices[:num_devices]
     more = tuple(msgspec.structs.replace(d, memory_bytes=d.memory_bytes + GIB) for d in devices)
     links = tuple(
@@ -57,6 +59,8 @@ def changes(hardware: Hardware, minibatch: int, num_devices: int) -> list[Change
         wider = msgspec.structs.replace(hardware, devices=(*hardware.devices, another))
         found.append(replace(base, name="one more device", hardware=wider, num_devices=num_devices + 1))
     found.append(replace(base, name="a minibatch twice as large", minibatch=2 * minibatch))
+    if clip:
+        found.append(replace(base, name="no clipping by global norm", clip=False))
     return found
 
 
@@ -70,15 +74,21 @@ class Answer:
 
 
 def what_if(
-    profile: Profile, hardware: Hardware, minibatch: int, num_devices: int, time_limit_seconds: float | None
+    profile: Profile,
+    hardware: Hardware,
+    minibatch: int,
+    num_devices: int,
+    time_limit_seconds: float | None,
+    clip: bool = False,
 ) -> list[Answer]:
     """Plan every change of the request anew."""
     found = []
-    for change in changes(hardware, minibatch, num_devices):
+    for change in changes(hardware, minibatch, num_devices, clip):
         result = plan(
             profile,
             change.hardware,
             minibatch=change.minibatch,
+            clip=change.clip,
             num_devices=change.num_devices,
             time_limit_seconds=time_limit_seconds,
         )

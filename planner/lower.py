@@ -26,6 +26,7 @@ from typing import NamedTuple
 from planner.contract.actions import (
     STREAMS,
     Action,
+    Agree,
     Backward,
     Entry,
     Forward,
@@ -526,7 +527,28 @@ def lower(rules: Rules, limits: Sequence[int]) -> Lanes:
     lanes: list[Lane] = []
     for device in range(rules.configuration.num_devices):
         lanes += _lower_device(rules, device, limits[device])
-    return tuple(lanes)
+    return tuple(_agreeing(lanes) if rules.configuration.agree else lanes)
+
+
+def _agreeing(lanes: Sequence[Lane]) -> list[Lane]:
+    """Updates wait for one action over all gradients; then the layers come first that the next iteration needs first."""
+    found = []
+    for lane in lanes:
+        if lane.stream == "host":
+            entries = sorted(lane.entries, key=_updated_pack)
+            lane = Lane(lane.device, lane.stream, tuple(entries))
+        found.append(lane)
+    agree = Entry(Agree())
+    for i, lane in enumerate(found):
+        if (lane.device, lane.stream) == (0, "host"):
+            found[i] = Lane(0, "host", (agree, *lane.entries))
+            return found
+    return [Lane(0, "host", (agree,)), *found]
+
+
+def _updated_pack(entry: Entry) -> int:
+    assert isinstance(entry.action, Update)
+    return entry.action.pack
 
 
 def _lower_device(rules: Rules, device: int, limit_bytes: int) -> list[Lane]:

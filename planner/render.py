@@ -197,6 +197,7 @@ def _summary(schedule: Schedule, more: Iterable[tuple[str, str]]) -> Table:
         ("forward", _phase(configuration.forward_packs, configuration.microbatches.forward)),
         ("backward", _phase(configuration.backward_packs, configuration.microbatches.backward)),
         ("activations", _activations(configuration)),
+        *_clipping(configuration),
         ("host memory", format_bytes(predicted.host_bytes)),
         *more,
     ]
@@ -204,6 +205,13 @@ def _summary(schedule: Schedule, more: Iterable[tuple[str, str]]) -> Table:
     for name, text in rows:
         table.add_row(name, Text(text))
     return table
+
+
+def _clipping(configuration: Configuration) -> list[tuple[str, str]]:
+    if not configuration.agree:
+        return []
+    seconds = format_seconds(configuration.agree_seconds)
+    return [("clipping", f"updates wait for the norm over all gradients, which takes {seconds}")]
 
 
 def _phase(packs: Sequence[ForwardPack | BackwardPack], microbatches: tuple[Samples, ...]) -> str:

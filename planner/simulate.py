@@ -14,6 +14,7 @@ import msgspec
 
 from planner.contract.actions import (
     Action,
+    Agree,
     Backward,
     Forward,
     Lanes,
@@ -98,6 +99,8 @@ class Timing:
                 )
             case Update(pack):
                 return self.update_seconds(pack)
+            case Agree():
+                return self.rules.costs.norm_seconds()
             case _:
                 return 0.0
 

@@ -30,6 +30,14 @@ WeightDecay = Annotated[
 Momentum = Annotated[
     float | None, typer.Option("--momentum", metavar="X", help="SGD's; the same when profiling and running.")
 ]
+ClipNorm = Annotated[
+    float | None,
+    typer.Option(
+        "--clip-norm",
+        metavar="X",
+        help="Clip gradients by their global norm; for schedules planned with --clip.",
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -11,6 +12,7 @@ import typer
 from executor.commands import render, terminal
 from executor.commands.options import (
     DEFAULT_OPTIMIZER,
+    ClipNorm,
     Data,
     DeviceOption,
     Dtype,
@@ -52,6 +54,7 @@ def run_command(
     lr: LearningRate = 1e-3,
     weight_decay: WeightDecay = None,
     momentum: Momentum = None,
+    clip_norm: ClipNorm = None,
     dtype: Dtype = "",
     seed: Seed = 0,
     data: Data = None,
@@ -108,6 +111,8 @@ def run_command(
     """Train by a schedule and record what ran when."""
     check_device(device)
     check_dtype(dtype)
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise FormatError(f"--clip-norm {clip_norm}: must be finite and above 0")
     if dtype and schedule_file is not None:
         raise FormatError(f"--dtype {dtype}: only with --plain and no SCHEDULE; a schedule says it itself")
     check_output(output, as_json)
@@ -150,6 +155,7 @@ def run_command(
         settings=settings,
         seed=seed,
         data=data,
+        clip_norm=clip_norm,
         dtype=dtype,
         paced=not unpaced,
         weights=weights_in,

@@ -93,6 +93,11 @@ class Costs:
         self._gradients = _prefix([layer.gradient_bytes for layer in layers])
         self._states = _prefix([layer.optimizer_state_bytes for layer in layers])
         self._update = list(accumulate((layer.update.host_seconds for layer in layers), initial=0.0))
+        # a step reads gradients among other things: where norms were not measured, they take no longer
+        self._norm = sum(
+            layer.update.host_seconds if layer.update.norm_seconds is None else layer.update.norm_seconds
+            for layer in layers
+        )
         self._mutated = _prefix([layer.buffer_bytes if layer.batch_coupled else 0 for layer in layers])
         self.at = lru_cache(maxsize=None)(lambda size: _AtSize(profile, size))
         self.entering = lru_cache(maxsize=None)(self._entering)
@@ -129,6 +134,10 @@ class Costs:
 
     def host_update_seconds(self, first: int, last: int) -> float:
         return self._update[last + 1] - self._update[first]
+
+    def norm_seconds(self) -> float:
+        """The norm over the gradients of all layers, on the host."""
+        return self._norm
 
     def device_update_seconds(self, first: int, last: int) -> float | None:
         """None where a layer's was not measured."""

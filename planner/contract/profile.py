@@ -58,10 +58,12 @@ class BackwardCost(Noun):
 
 
 class UpdateCost(Noun):
-    """The optimizer step of one layer, on the host and on the device (None: not measured)."""
+    """The optimizer step of one layer, on the host and on the device, and the norm of its gradients on the host
+    (None: not measured)."""
 
     host_seconds: float = 0.0
     device_seconds: float | None = None
+    norm_seconds: float | None = None
 
 
 class Layer(Noun):
@@ -196,7 +198,7 @@ def check(profile: Profile) -> None:
         _check_costs(layer.backward, f"$.layers[{i}].backward")
         for name in ("weight_bytes", "gradient_bytes", "buffer_bytes", "optimizer_state_bytes"):
             _check_bytes(getattr(layer, name), f"$.layers[{i}].{name}")
-        for name in ("host_seconds", "device_seconds"):
+        for name in ("host_seconds", "device_seconds", "norm_seconds"):
             seconds = getattr(layer.update, name)
             if seconds is not None and not 0 <= seconds <= MAX_SECONDS:
                 raise FormatError(f"$.layers[{i}].update.{name}: {seconds} s; measure it again")

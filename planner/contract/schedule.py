@@ -59,7 +59,8 @@ class BackwardPack(Noun):
 class Configuration(Noun):
     """What the planner decided. replicas: each replica's samples; empty means one replica with all.
 
-    agree: updates wait for one action over all gradients (clipping by norm, overflow of fp16).
+    agree: updates wait for one action over all gradients (clipping by norm, overflow of fp16), which is planned to take
+    agree_seconds.
     """
 
     mode: Literal["pp", "dp", "hybrid"]
@@ -70,6 +71,7 @@ class Configuration(Noun):
     backward_packs: tuple[BackwardPack, ...]
     replicas: tuple[Samples, ...] = ()
     agree: bool = False
+    agree_seconds: float = 0.0
 
 
 class PlannedFor(Noun):
@@ -192,6 +194,10 @@ def check_configuration(configuration: Configuration, num_layers: int, available
             raise FormatError(
                 f"{where}.microbatches.{name}: a microbatch spans two replicas; cut it at {sorted(cuts)}"
             )
+    if not 0 <= configuration.agree_seconds < float("inf"):
+        raise FormatError(
+            f"{where}.agree_seconds: {configuration.agree_seconds}; a time is finite and 0 or more"
+        )
     if not configuration.backward_packs:
         raise FormatError(f"{where}.backward_packs: none; there is at least one")
     covered = configuration.backward_packs[-1].last + 1

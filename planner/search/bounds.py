@@ -144,6 +144,9 @@ class Bounds:
             reduced = gradients / max(rates) if rates else 0.0
         through_host = gradients / self._fastest_d2h + costs.host_update_seconds(0, 0)
         through_host += costs.weight_bytes(0, 0) / self._fastest_h2d
+        if self._problem.is_clipped:
+            # by then the gradients of all layers have arrived, and their norm is known before any of them is applied
+            return reduced + through_host + costs.norm_seconds()
         on_device = costs.device_update_seconds(0, 0)
         if on_device is not None:
             return reduced + min(through_host, on_device / max(self._scales))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from planner.contract.actions import (
     Action,
+    Agree,
     Backward,
     Forward,
     Receive,
@@ -97,7 +98,7 @@ def _cause(action: Action) -> str:
             return "swap out"
         case Send() | Receive() | Reduce():
             return "peer"
-        case Update():
+        case Update() | Agree():
             return "update"
         case _:
             return "compute"

@@ -88,7 +88,10 @@ def make_schedule(
         profile=PlannedFor(profile.model, model_hash(profile), profile.dtype, profile.optimizer),
         hardware=problem.hardware,
         configuration=msgspec.structs.replace(
-            rules.configuration, forward_packs=forward, backward_packs=backward
+            rules.configuration,
+            forward_packs=forward,
+            backward_packs=backward,
+            agree_seconds=rules.costs.norm_seconds() if rules.configuration.agree else 0.0,
         ),
         predicted=Predicted(seconds, min(lower_bound, seconds), rules.host_bytes(), devices),
         programs=Programs(print_program(outcome.lanes)),

@@ -51,12 +51,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Problem:
-    """A profile, a hardware cut to the devices in use, and a minibatch of samples."""
+    """A profile, a hardware cut to the devices in use, and a minibatch of samples.
+
+    is_clipped: updates wait until the norm over all gradients is known.
+    """
 
     profile: Profile
     hardware: Hardware
     minibatch: int
     num_devices: int
+    is_clipped: bool = False
     report: Callable[[Progress], None] = field(default=lambda _: None)
 
     def __post_init__(self) -> None:

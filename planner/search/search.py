@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from planner.contract.errors import FormatError, HarmonyError, InfeasibleError, VerifyError
 from planner.contract.fixed import Fixed
 from planner.contract.hardware import Hardware
@@ -79,6 +81,7 @@ def plan(
     mode: str = "any",
     activations: str = "any",
     updates: str = "any",
+    clip: bool = False,
     num_devices: int | None = None,
     top: int = 1,
     time_limit_seconds: float | None = None,
@@ -89,7 +92,8 @@ def plan(
     mode: one pipeline (pp), replicas of one device (dp), replicas of pipelines (hybrid), or the best of all (any).
     activations: `recompute` always, or also keep and offload them (any). updates: on the `host` always, or also on the
     device of weights that stay there (any; not where activations are recomputed, since those plans need not have both
-    phases of a pack on one device). num_devices: use this many, None: all of them. top: how many plans of different
+    phases of a pack on one device). clip: gradients are clipped by their global norm, so that updates wait for all of
+    them, and run on the host. num_devices: use this many, None: all of them. top: how many plans of different
     kinds to return. time_limit_seconds: return the best found by then; without it, same inputs give the same plan.
 
     Raises HarmonyError for a request that makes no sense; a model that does not fit is a Result with status
@@ -103,7 +107,7 @@ def plan(
         raise HarmonyError(f"--updates {updates}: use one of {', '.join(UPDATES)}")
     if top < 1:
         raise HarmonyError(f"--top {top}: at least one plan is needed")
-    problem = _problem(profile, hardware, minibatch, num_devices)
+    problem = _problem(profile, hardware, minibatch, num_devices, clip)
     shapes = problem.shapes(mode)
     if not shapes:
         raise HarmonyError(
@@ -111,11 +115,11 @@ def plan(
             f"use --mode any"
         )
     report = progress or (lambda _: None)
-    freedom = Freedom(activations == "any", activations == updates == "any")
+    freedom = Freedom(activations == "any", activations == updates == "any" and not clip)
     result = _Search(problem, shapes, freedom, top, time_limit_seconds, report).solve()
     # fewer devices have more of a shared link each: a plan that leaves one idle may be the faster one
     if problem.num_devices > 1 and result.schedule is not None:
-        fewer = _problem(profile, hardware, minibatch, problem.num_devices - 1)
+        fewer = _problem(profile, hardware, minibatch, problem.num_devices - 1, clip)
         search = _Search(fewer, fewer.shapes(mode), freedom, top, time_limit_seconds, report)
         if search.least_seconds(result.seconds) < result.seconds * FEWER_DEVICES_GAIN:
             better = plan(
@@ -125,6 +129,7 @@ def plan(
                 mode=mode,
                 activations=activations,
                 updates=updates,
+                clip=clip,
                 num_devices=fewer.num_devices,
                 top=top,
                 time_limit_seconds=time_limit_seconds,
@@ -143,6 +148,7 @@ def plan_fixed(
     fixed: Fixed | Configuration,
     *,
     minibatch: int,
+    clip: bool = False,
     num_devices: int | None = None,
     with_bound: bool = True,
 ) -> Result:
@@ -151,8 +157,9 @@ def plan_fixed(
     with_bound: also the lower bound over all plans; else it is 0. Raises FormatError where it does not belong to the request, InfeasibleError where it does not fit.
     """
     started = time.monotonic()
-    problem = _problem(profile, hardware, minibatch, num_devices)
+    problem = _problem(profile, hardware, minibatch, num_devices, clip)
     configuration = fixed_configuration(problem, fixed) if isinstance(fixed, Fixed) else fixed
+    configuration = msgspec.structs.replace(configuration, agree=configuration.agree or clip)
     if (configuration.minibatch, configuration.num_devices) != (minibatch, problem.num_devices):
         raise FormatError(
             f"the configuration is for {configuration.minibatch} samples on {configuration.num_devices} devices, "
@@ -180,13 +187,15 @@ def plan_fixed(
     )
 
 
-def _problem(profile: Profile, hardware: Hardware, minibatch: int, num_devices: int | None) -> Problem:
+def _problem(
+    profile: Profile, hardware: Hardware, minibatch: int, num_devices: int | None, clip: bool
+) -> Problem:
     if minibatch < 1:
         raise HarmonyError(f"--minibatch {minibatch}: at least one sample is needed")
     available = len(hardware.devices)
     if num_devices is not None and not 1 <= num_devices <= available:
         raise HarmonyError(f"--devices {num_devices}: the hardware has {available}")
-    return Problem(profile, hardware, minibatch, num_devices or available)
+    return Problem(profile, hardware, minibatch, num_devices or available, clip)
 
 
 def _patience(problem: Problem) -> int:

@@ -13,6 +13,7 @@ sharing of a link as it is needed.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -255,14 +256,29 @@ class _Run:
                     out = max(d2h[owner][stage], stash_end[stage], ready) + task.gradient_bytes / d2h_rate
                     # the owner's are there for longest, and the other replicas wait for the owner
                     d2h[owner][stage] = gradients_free[k] = out
-                    done = max(host[owner][stage], out) + update_seconds[task.pack]
-                    host[owner][stage] = self.updated[task.pack] = done
+                    if not problem.is_clipped:
+                        done = max(host[owner][stage], out) + update_seconds[task.pack]
+                        host[owner][stage] = self.updated[task.pack] = done
+            if problem.is_clipped:
+                self._update_agreed(host, max(max(lane) for lane in d2h), update_seconds)
             makespan = max(*compute, *(max(lane) for lane in host), *(max(lane) for lane in d2h))
             period = makespan - last_end
             if iteration and abs(period - last_period) <= SETTLED * period:
                 break
             last_end, last_period = makespan, period
         return period
+
+    def _update_agreed(
+        self, host: list[list[float]], arrived: float, update_seconds: Sequence[float]
+    ) -> None:
+        """All updates once the norm over all gradients is known, the first layers first."""
+        agreed = arrived + self.sketcher.problem.costs.norm_seconds()
+        trained = {task.pack: task.stage for task in self.tasks if task.gradient_bytes}
+        for lane in host:
+            lane[:] = [max(agreed, free) for free in lane]
+        for pack in sorted(trained):
+            lane, stage = host[pack % self.replicas], trained[pack]
+            lane[stage] = self.updated[pack] = lane[stage] + update_seconds[pack]
 
     def _load(self, k: int) -> None:
         """Weights of a task: behind what is queued, the update of their layers, and the free one or two tasks before."""

@@ -614,5 +614,5 @@ def test_what_cannot_be_replayed_is_refused_by_name_before_the_run(
     from executor.handlers import check_supported
 
     with pytest.raises(HarmonyError, match=message) as caught:
-        check_supported(rules, [])
+        check_supported(rules)
     assert "\n" not in str(caught.value)

@@ -66,10 +66,14 @@ def every_plan(problem: Problem) -> Iterator[Draft]:
                         yield Draft(shape, f, b, backward[:-1], backward, True, (*kept, 0), (*offloaded, 0))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("seed", range(3))
-def test_no_plan_is_below_the_bound_and_the_search_finds_the_best(seed: int, devices: int) -> None:
-    problem = Problem(random_chain(Random(seed), 4), server(devices, 25 * MB), 4, devices)
+@pytest.mark.parametrize(
+    ("seed", "devices", "clip"),
+    [*((seed, devices, False) for seed in range(3) for devices in (1, 2)), (0, 2, True), (1, 1, True)],
+)
+def test_no_plan_is_below_the_bound_and_the_search_finds_the_best(
+    seed: int, devices: int, clip: bool
+) -> None:
+    problem = Problem(random_chain(Random(seed), 4), server(devices, 25 * MB), 4, devices, clip)
     bounds = Bounds(problem)
     best = float("inf")
     kinds: Counter[str] = Counter()
@@ -88,8 +92,35 @@ def test_no_plan_is_below_the_bound_and_the_search_finds_the_best(seed: int, dev
     assert kinds["pp"] > 50
     assert kinds["keep"] > 5
     assert devices == 1 or kinds["dp"] > 50
-    result = plan(problem.profile, problem.hardware, minibatch=4)
+    result = plan(problem.profile, problem.hardware, minibatch=4, clip=clip)
     assert best * (1 - 1e-9) <= result.seconds <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_clipping_makes_updates_wait_for_all_gradients(devices: int) -> None:
+    profile = updated_anywhere(random_chain(Random(devices), 8))
+    machine = server(devices, 60 * MB)
+    free, clipped = (plan(profile, machine, minibatch=8, clip=clip) for clip in (False, True))
+    assert clipped.schedule is not None
+    assert clipped.lower_bound_seconds <= clipped.seconds
+    norm = sum(layer.update.host_seconds for layer in profile.layers)
+    assert clipped.seconds > free.seconds + 0.5 * norm
+    configuration = clipped.schedule.configuration
+    assert configuration.agree
+    assert configuration.agree_seconds == pytest.approx(norm)
+    assert {pack.update for pack in configuration.backward_packs} == {"host"}
+    host = {s.device: s.actions for s in clipped.schedule.programs.train if s.stream == "host"}
+    assert host[0][0] == "agree"
+    for actions in host.values():
+        packs = [int(action.split(":")[1]) for action in actions if action.startswith("update")]
+        assert packs == sorted(packs), "the next iteration needs the first layers first"
+    verify(clipped.schedule, profile, machine)
+    trace = simulate(clipped.schedule, profile, machine)
+    (agreed,) = (span for span in trace.spans if span.action == "agree")
+    gradients = [span for span in trace.spans if span.action.startswith("out:G")]
+    updates = [span for span in trace.spans if span.action.startswith("update")]
+    assert max(span.end_seconds for span in gradients) <= agreed.start_seconds + 1e-12
+    assert agreed.end_seconds <= min(span.start_seconds for span in updates) + 1e-12
 
 
 def with_residents(problem: Problem) -> Iterator[Draft]:
