@@ -309,7 +309,7 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
         decomposition.structure_hash,
     )
     state = model_state(workload, decomposition)
-    places = layer_places(decomposition, options.optimizer, options.settings)
+    places = layer_places(decomposition, options.recipe)
     if rank == 0:
         fill(store, decomposition)
         if options.weights is not None:
@@ -364,7 +364,7 @@ def _share_store(
     rank: int, rules: Rules, decomposition: Decomposition, num_nodes: int, options: RunOptions
 ) -> HostStore:
     layout = plan_store(rules, decomposition, num_nodes)
-    places = layer_places(decomposition, options.optimizer, options.settings)
+    places = layer_places(decomposition, options.recipe)
     box: list[Any] = [None]
     if rank == 0:
         try:

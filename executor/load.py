@@ -24,7 +24,7 @@ def load(options: RunOptions, *, check: bool) -> tuple[Workload, Decomposition, 
     decomposition = decompose(workload, example, patterns=options.patterns, check=check)
     if options.device == "cuda":
         move_code(decomposition, torch.device("cuda"))
-    profile = structure(decomposition, options.model, options.optimizer, options.settings, options.patterns)
+    profile = structure(decomposition, options.model, options.recipe, options.patterns)
     return workload, decomposition, profile
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,24 +39,98 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-def is_fused(name: str) -> bool:
-    """Whether torch steps it in place, with nothing on the side."""
-    return optimizer_class(name).__name__ in FUSED
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are stepped with the same settings (torch's param_group). names: None: all of them."""
+
+    settings: Mapping[str, Any]
+    names: frozenset[str] | None = None
+
+    def has(self, name: str) -> bool:
+        return self.names is None or name in self.names
 
 
-def make_optimizer(
-    name: str, parameters: Iterable[Any], settings: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    """A torch optimizer with fused kernels where torch has them. settings: lr, weight_decay, momentum, ...
+@dataclass(frozen=True)
+class Recipe:
+    """Which of torch.optim's optimizers steps which parameters, with which settings."""
 
-    Raises HarmonyError for settings or parameters that it does not take.
+    kind: type[torch.optim.Optimizer]
+    groups: tuple[Group, ...]
+
+    @property
+    def name(self) -> str:
+        """The class, as profiles and schedules name it."""
+        return self.kind.__name__.lower()
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether torch steps it in place, with nothing on the side."""
+        return self.kind.__name__ in FUSED and all(group.settings.get("fused") for group in self.groups)
+
+    def settings(self, parameter: str) -> Mapping[str, Any]:
+        """The settings that a parameter is stepped with. Raises HarmonyError where no group has it."""
+        for group in self.groups:
+            if group.has(parameter):
+                return group.settings
+        raise HarmonyError(
+            f"parameter {parameter} requires a gradient, but no group of the optimizer has it; add it, or freeze it"
+        )
+
+    def make(self, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        """A torch optimizer over parameters by name, its groups in order, some perhaps empty.
+
+        Raises HarmonyError for settings or parameters that it does not take.
+        """
+        groups = [
+            {"params": [p for name, p in parameters.items() if group.has(name)], **group.settings}
+            for group in self.groups
+        ]
+        make: Any = self.kind
+        # as defaults too: that is where torch looks at them
+        known = inspect.signature(self.kind).parameters
+        defaults = {key: value for key, value in self.groups[0].settings.items() if key in known}
+        try:
+            found: torch.optim.Optimizer = make(groups, **defaults)
+        except (TypeError, ValueError) as error:
+            raise HarmonyError(f"--optimizer {self.name}: {error}") from None
+        return found
+
+
+def recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
+    """All parameters stepped the same way, with fused kernels where torch has them. settings: lr, weight_decay, ...
+
+    Raises HarmonyError for an optimizer that torch has not, or that cannot be stepped layer by layer.
     """
-    found = optimizer_class(name)
-    fused: dict[str, Any] = {"fused": True} if is_fused(name) else {}
-    try:
-        return found(parameters, **settings, **fused)
-    except (TypeError, ValueError) as error:
-        raise HarmonyError(f"--optimizer {name}: {error}") from None
+    kind = optimizer_class(name)
+    fused: dict[str, Any] = {"fused": True} if kind.__name__ in FUSED else {}
+    known = inspect.signature(kind).parameters
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise HarmonyError(f"--optimizer {name}: {kind.__name__} has no setting {unknown[0]!r}")
+    return Recipe(kind, (Group({**settings, **fused}),))
+
+
+def recipe_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Recipe:
+    """What an optimizer over a model's parameters does; names: of parameters by id.
+
+    Raises HarmonyError where it cannot be stepped layer by layer or has a parameter that is not the model's.
+    """
+    kind = optimizer_class(type(optimizer).__name__)
+    if kind is not type(optimizer):
+        raise HarmonyError(
+            f"optimizer {type(optimizer).__module__}.{type(optimizer).__name__}: only torch.optim's own can be stepped "
+            f"layer by layer"
+        )
+    groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise HarmonyError(
+                f"param_groups[{i}] has a parameter of shape {tuple(unknown[0].shape)} that is not the model's"
+            )
+        settings = {key: value for key, value in group.items() if key != "params"}
+        groups.append(Group(settings, frozenset(names[id(p)] for p in group["params"])))
+    return Recipe(kind, tuple(groups))
 
 
 def has_master(parameter: Tensor) -> bool:
@@ -62,14 +138,14 @@ def has_master(parameter: Tensor) -> bool:
     return parameter.dtype in (torch.bfloat16, torch.float16)
 
 
-def state_layout(name: str, settings: Mapping[str, Any], parameter: Tensor) -> tuple[StateEntry, ...]:
+def state_layout(recipe: Recipe, name: str, parameter: Tensor) -> tuple[StateEntry, ...]:
     """What is kept for a parameter: its master where it has one, and what the optimizer keeps, learnt from one step on a
     small tensor of the type that it steps."""
     if has_master(parameter):
         master = (MASTER, tuple(parameter.shape), torch.float32)
-        return (master, *state_layout(name, settings, parameter.detach().to("meta", torch.float32)))
+        return (master, *state_layout(recipe, name, parameter.detach().to("meta", torch.float32)))
     probe = torch.zeros(PROBE_SHAPE, dtype=parameter.dtype, requires_grad=True)
-    optimizer = make_optimizer(name, [probe], settings)
+    optimizer = Recipe(recipe.kind, (Group(recipe.settings(name)),)).make({name: probe})
     probe.grad = torch.zeros_like(probe)
     optimizer.step()
     entries: list[StateEntry] = []
@@ -78,7 +154,7 @@ def state_layout(name: str, settings: Mapping[str, Any], parameter: Tensor) -> t
             continue
         if not isinstance(value, Tensor) or value.shape not in (probe.shape, torch.Size()):
             raise HarmonyError(
-                f"--optimizer {name}: keeps {key!r} in a form that cannot be swapped; try adamw, adam or sgd"
+                f"--optimizer {recipe.name}: keeps {key!r} in a form that cannot be swapped; try adamw, adam or sgd"
             )
         entries.append((key, tuple(parameter.shape) if value.shape == probe.shape else (), value.dtype))
     return tuple(entries)
@@ -101,8 +177,7 @@ class LayerOptimizer:
 
     def __init__(
         self,
-        name: str,
-        settings: Mapping[str, Any],
+        recipe: Recipe,
         weights: Sequence[Mapping[str, Tensor]],
         gradients: Sequence[Mapping[str, Tensor]],
         states: Mapping[str, Mapping[str, Tensor]],
@@ -120,7 +195,7 @@ class LayerOptimizer:
             parameter: states.get(parameter, {}).get(MASTER, weights[uses[0]][parameter])
             for parameter, uses in self._uses.items()
         }
-        self.optimizer = make_optimizer(name, list(self._own.values()), settings)
+        self.optimizer = recipe.make(self._own)
         self._unplaced = set(self._own)
         for parameter, tensor in self._own.items():
             if is_resumed:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from executor.checkpoint import Checkpoints
 from executor.models import load_workload
+from executor.optimizer import Recipe, recipe
 from executor.workload import Workload
 
 DeviceKind = Literal["virtual", "cuda"]
@@ -37,6 +38,11 @@ class RunOptions:
     done: int = 0
     weights: Path | None = None
     checkpoints: Checkpoints | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """Which optimizer steps which parameters. Raises HarmonyError."""
+        return recipe(self.optimizer, self.settings)
 
     def load(self) -> Workload:
         """The workload, the same in every process."""

@@ -20,7 +20,7 @@ from executor.decompose import Decomposition, Layer, decompose
 from executor.decompose.layers import BATCH, TensorName
 from executor.decompose.move import move_code
 from executor.meter import Meter
-from executor.optimizer import has_master, is_fused, make_optimizer
+from executor.optimizer import Recipe, has_master, recipe
 from executor.structure import aligned, structure
 from executor.workload import Workload
 from planner.contract import profile as contract
@@ -58,13 +58,14 @@ def measure_profile(
     sizes = sorted(set(microbatch_sizes))
     if not sizes or sizes[0] < 1:
         raise HarmonyError(f"--microbatches {','.join(map(str, microbatch_sizes))}: sizes start at 1")
+    chosen = recipe(optimizer, settings)
     decomposition = decompose(workload, workload.draw(torch.Generator().manual_seed(0), 2), patterns=patterns)
     if torch.device(device).type == "cuda":
         move_code(decomposition, torch.device(device))
-    skeleton = structure(decomposition, spec, optimizer, settings, patterns)
+    skeleton = structure(decomposition, spec, chosen, patterns)
     bench = _Bench(decomposition, repeats, torch.device(device))
     with _threads(1 if torch.device(device).type == "cpu" else torch.get_num_threads()):
-        profile = _measured(bench, workload, skeleton, sizes, optimizer, settings, device_name, progress)
+        profile = _measured(bench, workload, skeleton, sizes, chosen, device_name, progress)
     contract.check(profile)
     return profile
 
@@ -84,8 +85,7 @@ def _measured(
     workload: Workload,
     skeleton: contract.Profile,
     sizes: Sequence[int],
-    optimizer: str,
-    settings: Mapping[str, Any],
+    recipe: Recipe,
     device_name: str,
     progress: Callable[[int, int], None],
 ) -> contract.Profile:
@@ -109,9 +109,7 @@ def _measured(
         owned = tuple(k for k, name in enumerate(layer.parameters) if owners.get(name, i) == i)
         update = layer.signature, owned
         if update not in updates:
-            updates[update] = bench.update_cost(
-                layer, [layer.parameters[k] for k in owned], optimizer, settings
-            )
+            updates[update] = bench.update_cost(layer, [layer.parameters[k] for k in owned], recipe)
         found = [costs[layer.signature, size] for size in sizes]
         layers.append(
             msgspec.structs.replace(
@@ -222,9 +220,7 @@ class _Bench:
             parameter.grad = None
         return contract.BackwardCost(size, seconds, held + handed + meter.peak_bytes, saved, spread)
 
-    def update_cost(
-        self, layer: Layer, names: Sequence[str], optimizer: str, settings: Mapping[str, Any]
-    ) -> contract.UpdateCost:
+    def update_cost(self, layer: Layer, names: Sequence[str], recipe: Recipe) -> contract.UpdateCost:
         """The step of the parameters that a layer owns, on the host and on the device.
 
         On the device only fused steps: others make tensors on the side that no plan counts.
@@ -234,15 +230,15 @@ class _Bench:
         if not trained:
             return contract.UpdateCost()
         what = f"update of layer {layer.name}"
-        on_host = self._step_seconds([t.cpu() for t in trained], optimizer, settings, what)
+        on_host = self._step_seconds([t.cpu() for t in trained], recipe, what)
         norm = self._norm_seconds([t.cpu() for t in trained], f"norm of layer {layer.name}")
         # gradients in the master's type are on the side, too
-        if not is_fused(optimizer) or any(has_master(t) for t in trained):
+        if not recipe.is_fused or any(has_master(t) for t in trained):
             return contract.UpdateCost(on_host, None, norm)
         if self.device.type == "cpu":
             return contract.UpdateCost(on_host, on_host, norm)
         on_device = [t.to(self.device) for t in trained]
-        return contract.UpdateCost(on_host, self._step_seconds(on_device, optimizer, settings, what), norm)
+        return contract.UpdateCost(on_host, self._step_seconds(on_device, recipe, what), norm)
 
     def _norm_seconds(self, tensors: Sequence[Tensor], what: str) -> float:
         """As LayerOptimizer finds it: in the type that is stepped."""
@@ -256,13 +252,11 @@ class _Bench:
 
         return self._timed(once, what)[0]
 
-    def _step_seconds(
-        self, tensors: Sequence[Tensor], optimizer: str, settings: Mapping[str, Any], what: str
-    ) -> float:
+    def _step_seconds(self, tensors: Sequence[Tensor], recipe: Recipe, what: str) -> float:
         """As LayerOptimizer steps them: where they have masters, those."""
         weights = [t.clone() for t in tensors]
         own = [(w.float() if has_master(w) else w).requires_grad_() for w in weights]
-        stepped = make_optimizer(optimizer, own, settings)
+        stepped = recipe.make({str(i): parameter for i, parameter in enumerate(own)})
         gradients = [torch.full_like(w, 1e-4, requires_grad=False) for w in weights]
 
         def once() -> float:

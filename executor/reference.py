@@ -16,7 +16,7 @@ from torch import Tensor
 
 from executor.decompose import Decomposition, decompose
 from executor.meter import Meter
-from executor.optimizer import has_master, make_optimizer
+from executor.optimizer import has_master
 from executor.options import RunOptions
 from executor.randomness import seed_layer, seeding_hooks
 from executor.replay import draw_batch, minibatch_loss
@@ -62,7 +62,7 @@ def train(
     trained = [p for p in model.parameters() if p.requires_grad]
     masters = [p.detach().float() if has_master(p) else p for p in trained]
     meter.allocate(sum(m.nbytes for m, p in zip(masters, trained, strict=True) if m is not p), "masters")
-    optimizer = make_optimizer(options.optimizer, masters, options.settings)
+    optimizer = options.recipe.make({str(i): master for i, master in enumerate(masters)})
     losses, seconds = [], []
     for iteration in range(options.steps):
         batch = draw_batch(workload, options.seed, iteration, minibatch)

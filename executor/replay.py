@@ -100,8 +100,7 @@ class Rank:
         self.peers = Peers(pairs[Receive], pairs[Reduce], backend)
         layers = range(len(decomposition.layers))
         self.optimizer = LayerOptimizer(
-            options.optimizer,
-            options.settings,
+            options.recipe,
             [store.weights(i) for i in layers],
             [store.gradients(i) for i in layers],
             store.states(),

@@ -91,8 +91,7 @@ class Residents:
                     flat.untyped_storage(), start + place.offset, place.shape, place.dtype
                 )
             start += places.state_bytes
-        options = rank.options
-        return LayerOptimizer(options.optimizer, options.settings, trained, trained, states, is_resumed=True)
+        return LayerOptimizer(rank.options.recipe, trained, trained, states, is_resumed=True)
 
     def _load(self, value: Value, held: Held) -> None:
         assert held.flat is not None

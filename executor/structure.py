@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from executor.decompose import Boundary, Decomposition
-from executor.optimizer import state_layout
+from executor.optimizer import Recipe, state_layout
 from planner.contract.profile import Device, Edge, Layer, Model, Profile, Tie
 
 ALIGNMENT = 512
@@ -52,9 +52,7 @@ class LayerPlaces:
     state_bytes: int
 
 
-def layer_places(
-    decomposition: Decomposition, optimizer: str, settings: Mapping[str, Any]
-) -> list[LayerPlaces]:
+def layer_places(decomposition: Decomposition, recipe: Recipe) -> list[LayerPlaces]:
     """The places of every layer's tensors."""
     owners = {name: layers[0] for name, layers in decomposition.ties.items()}
     found = []
@@ -74,7 +72,7 @@ def layer_places(
         entries = {
             (name, key): (shape, dtype)
             for name in owned
-            for key, shape, dtype in state_layout(optimizer, settings, tensors[name])
+            for key, shape, dtype in state_layout(recipe, name, tensors[name])
         }
         states, state_bytes = _place(entries, 0)
         found.append(
@@ -105,12 +103,11 @@ def _place(
 def structure(
     decomposition: Decomposition,
     spec: str,
-    optimizer: str,
-    settings: Mapping[str, Any],
+    recipe: Recipe,
     patterns: tuple[str, ...] = (),
 ) -> Profile:
     """A profile with everything but the costs: what a schedule's model hash is compared with."""
-    places = layer_places(decomposition, optimizer, settings)
+    places = layer_places(decomposition, recipe)
     layers = tuple(
         Layer(
             name=layer.name,
@@ -151,7 +148,7 @@ def structure(
         ),
         device=Device(name=""),
         dtype="+".join(sorted(dtypes)),
-        optimizer=optimizer.lower(),
+        optimizer=recipe.name,
         layers=layers,
         edges=edges,
         ties=ties,

@@ -32,7 +32,7 @@ FOUR = ((0, 2), (2, 4), (4, 6), (6, 8))
 def make_schedule(options: RunOptions, num_devices: int = 2) -> Schedule:
     workload = options.load()
     decomposition = decompose(workload, workload.draw(torch.Generator().manual_seed(0), 2), check=False)
-    profile = structure(decomposition, options.model, options.optimizer, options.settings)
+    profile = structure(decomposition, options.model, options.recipe)
     count = len(profile.layers)
     configuration = Configuration(
         "pp",

@@ -106,7 +106,7 @@ def run_here(schedule: Schedule, options: RunOptions) -> tuple[list[float], dict
     workload, decomposition, profile = load(options, check=False)
     rules = Rules(profile, schedule.configuration)
     graph = Graph(parse_program(schedule.programs.train), rules)
-    places = layer_places(decomposition, options.optimizer, options.settings)
+    places = layer_places(decomposition, options.recipe)
     layout = plan_store(rules, decomposition, len(graph.actions))
     store = HostStore(create_memory(layout.total), layout, rules, decomposition, places)
     fill(store, decomposition)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.launch import run_schedule
 from executor.load import load
-from executor.optimizer import LayerOptimizer, clip_coefficient
+from executor.optimizer import LayerOptimizer, clip_coefficient, recipe
 from executor.options import RunOptions
 from executor.reference import train
 from planner.contract.errors import FormatError
@@ -93,7 +93,7 @@ def test_norm_and_coefficient_are_torch_s(max_norm: float) -> None:
         {name: torch.randn(7, 5, generator=generator) for name in names} for names in ("ab", "c")
     ]
     gradients = [{n: torch.randn(7, 5, generator=generator) for n in layer} for layer in weights]
-    optimizer = LayerOptimizer("sgd", {"lr": 1.0}, weights, gradients, {name: {} for name in "abc"})
+    optimizer = LayerOptimizer(recipe("sgd", {"lr": 1.0}), weights, gradients, {name: {} for name in "abc"})
     parameters = {n: torch.nn.Parameter(t.clone()) for layer in weights for n, t in layer.items()}
     for layer in gradients:
         for name, gradient in layer.items():

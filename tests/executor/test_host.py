@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from executor.decompose import Decomposition, decompose
 from executor.host import PAGE, WORD, HostStore, create_memory, plan_store
+from executor.optimizer import recipe
 from executor.structure import layer_places, structure
 from executor.workload import Workload
 from planner.contract.errors import HarmonyError
@@ -54,7 +55,7 @@ def make_parts() -> tuple[Rules, Decomposition]:
         "pp", 1, 6, Microbatches(samples, samples), (ForwardPack(0, 1, 0),),
         (BackwardPack(0, 0, 0), BackwardPack(1, 1, 0), BackwardPack(2, 2, 0)),
     )  # fmt: skip
-    return Rules(structure(decomposition, "test", "adamw", SETTINGS), configuration), decomposition
+    return Rules(structure(decomposition, "test", recipe("adamw", SETTINGS)), configuration), decomposition
 
 
 def make_store(descriptor: int | None = None) -> tuple[HostStore, int]:
@@ -62,7 +63,7 @@ def make_store(descriptor: int | None = None) -> tuple[HostStore, int]:
     layout = plan_store(rules, decomposition, NODES)
     descriptor = create_memory(layout.total) if descriptor is None else descriptor
     return HostStore(
-        descriptor, layout, rules, decomposition, layer_places(decomposition, "adamw", SETTINGS)
+        descriptor, layout, rules, decomposition, layer_places(decomposition, recipe("adamw", SETTINGS))
     ), descriptor
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from executor.host import over_storage
-from executor.optimizer import LayerOptimizer, make_optimizer, optimizer_class, state_layout
+from executor.optimizer import LayerOptimizer, optimizer_class, recipe, state_layout
 from planner.contract.errors import HarmonyError
 
 Shapes = tuple[dict[str, tuple[int, ...]], ...]
@@ -52,7 +52,7 @@ class FlatStore:
         for layer in self.weights:
             for parameter, tensor in layer.items():
                 tensor.copy_(seen.setdefault(parameter, torch.randn(tensor.shape, generator=generator)))
-                entries = state_layout(name, settings, tensor)
+                entries = state_layout(recipe(name, settings), parameter, tensor)
                 self.states.setdefault(
                     parameter, {key: self._place(shape, dtype) for key, shape, dtype in entries}
                 )
@@ -64,7 +64,7 @@ class FlatStore:
 
     def optimizer(self, name: str, settings: dict[str, Any], *, is_resumed: bool = False) -> LayerOptimizer:
         return LayerOptimizer(
-            name, settings, self.weights, self.gradients, self.states, is_resumed=is_resumed
+            recipe(name, settings), self.weights, self.gradients, self.states, is_resumed=is_resumed
         )
 
 
@@ -80,7 +80,7 @@ def train_whole(
 ) -> tuple[dict[str, Tensor], torch.optim.Optimizer]:
     """One torch.optim step over all parameters at once, with the gradients that the store is given."""
     parameters = {n: t.clone() for layer in store.weights for n, t in layer.items()}
-    optimizer = make_optimizer(name, list(parameters.values()), settings)
+    optimizer = recipe(name, settings).make(parameters)
     for step in range(STEPS):
         draw_gradients(store, step)
         for layer in store.gradients:
@@ -160,7 +160,7 @@ def test_tied_parameter_steps_once_on_the_sum_of_its_uses() -> None:
     shapes: Shapes = ({"shared": (6, 4)}, {"own": (4,)}, {"shared": (6, 4)})
     store = FlatStore(name, settings, shapes)
     parameter = store.weights[0]["shared"].clone()
-    plain = make_optimizer(name, [parameter], settings)
+    plain = recipe(name, settings).make({"shared": parameter})
     optimizer = store.optimizer(name, settings)
     for step in range(STEPS):
         draw_gradients(store, step)
@@ -210,14 +210,14 @@ def test_what_cannot_be_stepped_by_layer_is_refused_by_name(name: str, message: 
 @pytest.mark.parametrize("settings", [{"lr": -1.0}, {"lr": 1e-3, "momentum": 0.9}])
 def test_setting_that_the_optimizer_does_not_take_is_one_line(settings: dict[str, float]) -> None:
     with pytest.raises(HarmonyError, match=r"^--optimizer adamw: ") as caught:
-        state_layout("adamw", settings, torch.zeros(2))
+        state_layout(recipe("adamw", settings), "w", torch.zeros(2))
     assert "\n" not in str(caught.value)
 
 
 def test_state_layout_follows_the_parameter() -> None:
-    assert state_layout("adamw", {"lr": 1e-3}, torch.zeros(7, 2, 3)) == (
+    assert state_layout(recipe("adamw", {"lr": 1e-3}), "w", torch.zeros(7, 2, 3)) == (
         ("step", (), torch.float32),
         ("exp_avg", (7, 2, 3), torch.float32),
         ("exp_avg_sq", (7, 2, 3), torch.float32),
     )
-    assert state_layout("sgd", {"lr": 1e-3}, torch.zeros(2)) == ()
+    assert state_layout(recipe("sgd", {"lr": 1e-3}), "w", torch.zeros(2)) == ()

@@ -146,7 +146,7 @@ class Replayed:
         self.decomposition = decomposition or decompose(
             workload, workload.draw(torch.Generator().manual_seed(0), 2), check=False
         )
-        profile = structure(self.decomposition, "test", optimizer, self.options.settings)
+        profile = structure(self.decomposition, "test", self.options.recipe)
         self.rules = Rules(profile, configuration)
         if streams is None:
             lanes = lower(Rules(costs or with_costs(profile), configuration), [64 * MiB])
@@ -155,7 +155,7 @@ class Replayed:
         self.graph = Graph(lanes, self.rules)
         check_microbatches(self.rules)
         check_program(self.graph)
-        places = layer_places(self.decomposition, optimizer, self.options.settings)
+        places = layer_places(self.decomposition, self.options.recipe)
         layout = plan_store(self.rules, self.decomposition, len(self.graph.actions))
         self.store = HostStore(create_memory(layout.total), layout, self.rules, self.decomposition, places)
         for i in range(len(self.decomposition.layers)):
@@ -564,7 +564,7 @@ def plan_for_two_devices(hardware: Hardware) -> tuple[str, RunOptions, Schedule,
     workload = load_workload(spec, seed=0)
     decomposition = decompose(workload, workload.draw(torch.Generator().manual_seed(0), 2), check=False)
     options = RunOptions(spec, steps=3, settings={"lr": LR}, paced=False)
-    profile = structure(decomposition, spec, "adamw", options.settings)
+    profile = structure(decomposition, spec, options.recipe)
     configuration = msgspec.structs.replace(
         make_configuration((0, 1, 2, 3), (0, 1, 2, 3, 4), 5),
         num_devices=2,

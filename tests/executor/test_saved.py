@@ -15,6 +15,7 @@ from executor.decompose import decompose
 from executor.host import HostStore, create_memory, plan_store
 from executor.memory import SlotPool
 from executor.models import load_workload
+from executor.optimizer import recipe
 from executor.options import RunOptions
 from executor.profile import measure_profile
 from executor.reference import train
@@ -122,7 +123,7 @@ class Replayed:
         layers = tuple(msgspec.structs.replace(layer, forward=(), backward=()) for layer in profile.layers)
         rules = Rules(msgspec.structs.replace(profile, layers=layers), schedule.configuration)
         graph = Graph(parse_program(schedule.programs.train), rules)
-        places = layer_places(self.decomposition, "adamw", SETTINGS)
+        places = layer_places(self.decomposition, recipe("adamw", SETTINGS))
         layout = plan_store(rules, self.decomposition, len(graph.actions))
         self.store = HostStore(create_memory(layout.total), layout, rules, self.decomposition, places)
         for i in range(len(self.decomposition.layers)):
