@@ -65,6 +65,11 @@ class Checkpoints:
         """Whether one is made when this many iterations are done, though more follow."""
         return self.every > 0 and steps > 0 and steps % self.every == 0
 
+    @staticmethod
+    def name(steps: int) -> str:
+        """What the checkpoint after so many iterations is called."""
+        return f"step-{steps:08d}"
+
     def check_new(self) -> None:
         """Raise FormatError where the folder cannot be made or holds another run's checkpoints."""
         if not self.folder.exists():
@@ -147,7 +152,7 @@ class Writer:
         Raises OSError.
         """
         folder = self.checkpoints.folder
-        target = folder / f"step-{progress.steps:08d}"
+        target = folder / self.checkpoints.name(progress.steps)
         beside = folder / f".{target.name}.tmp"
         beside.mkdir()
         files: dict[str, str] = {}

@@ -229,11 +229,12 @@ def run_update(rank: Rank, action: Update, iteration: int) -> bool:
     started = time.perf_counter()
     pack = rank.rules.backward_packs[action.pack]
     if pack.update == "device":
-        rank.residents.update(action.pack)
+        rank.residents.update(action.pack, rank.group_settings(iteration))
     else:
         rank.wait_until_saved(pack.first, iteration)
         scale = rank.store.agreed[1] if rank.rules.configuration.agree else None
-        rank.optimizer.step_layers(range(pack.first, pack.last + 1), scale=scale)
+        layers = range(pack.first, pack.last + 1)
+        rank.optimizer.step_layers(layers, scale=scale, settings=rank.group_settings(iteration))
     return rank.device.pace(started, pack.update_seconds)
 
 

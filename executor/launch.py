@@ -20,7 +20,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -30,24 +30,18 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from executor import checkpoint
-from executor.decompose import Decomposition
-from executor.host import HostStore, create_memory, plan_store
-from executor.load import as_planned, check_clipping, check_model, check_optimizer, load
+from executor.load import as_planned, check_clipping, check_optimizer, load
 from executor.options import RunOptions
+from executor.prepare import prepare, resumed_options
 from executor.record import merge
 from executor.recorder import RankRecord
-from executor.replay import Aborted, Rank
-from executor.structure import layer_places
-from executor.weights import fill, fill_from, model_state, open_weights, release, save_weights
+from executor.replay import Aborted
+from executor.weights import release, save_weights
 from planner.contract import store as files
 from planner.contract.errors import HarmonyError
 from planner.contract.output import check_outputs
-from planner.contract.precedence import Graph
-from planner.contract.rules import Rules
 from planner.contract.schedule import Schedule, parse_program
 from planner.contract.trace import Trace
-from planner.contract.verify import check_microbatches, check_program
 
 Progress = Callable[[int, float, float], None]
 """progress(iteration, loss, seconds), as iterations end."""
@@ -117,7 +111,7 @@ def run_schedule(
     parse_program(schedule.programs.train)
     check_outputs(trace_path, weights_out)
     options = as_planned(schedule, options)
-    options, resumed = _resumed(options) if resume else (options, None)
+    options, resumed = resumed_options(options) if resume else (options, None)
     if options.checkpoints is not None and not resume:
         options.checkpoints.check_new()
     job = Job(files.encode(schedule), options, weights_out, resumed)
@@ -127,21 +121,6 @@ def run_schedule(
     if trace_path is not None and (not is_rank or os.environ["RANK"] == "0"):
         files.save(trace, trace_path)
     return trace
-
-
-def _resumed(options: RunOptions) -> tuple[RunOptions, Path | None]:
-    """What is left to do, and the checkpoint to go on from; all, and None, where there is none yet."""
-    if options.checkpoints is None:
-        raise HarmonyError("--resume: from which folder? say --checkpoint FOLDER")
-    newest = options.checkpoints.newest()
-    if newest is None:
-        return options, None
-    done = checkpoint.read_progress(newest).steps
-    if done >= options.steps:
-        raise HarmonyError(
-            f"--resume: {newest} has {done} iterations done, --steps {options.steps} leaves none to do; ask for more"
-        )
-    return replace(options, done=done, steps=options.steps - done, weights=None), newest
 
 
 def _note_nothing(iteration: int, loss: float, seconds: float) -> None:
@@ -292,90 +271,22 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
     if options.device == "virtual":
         torch.set_num_threads(1)
     # one check of the cut is enough
-    workload, decomposition, profile = load(options, check=rank == 0)
-    check_model(schedule, profile)
-    rules = Rules(profile, schedule.configuration)
-    check_microbatches(rules)
-    graph = Graph(parse_program(schedule.programs.train), rules)
-    check_program(graph)
-    _check_checkpoints(rules, options)
-    store = _share_store(rank, rules, decomposition, len(graph.actions), options)
-    progress = checkpoint.Progress(
-        options.done + options.steps,
-        schedule.configuration.minibatch,
-        options.seed,
-        options.optimizer.lower(),
-        options.settings | ({} if options.clip_norm is None else {"clip_norm": options.clip_norm}),
-        decomposition.structure_hash,
-    )
-    state = model_state(workload, decomposition)
-    places = layer_places(decomposition, options.recipe)
-    if rank == 0:
-        fill(store, decomposition)
-        if options.weights is not None:
-            fill_from(store, decomposition, open_weights(options.weights))
-        if job.resumed is not None:
-            checkpoint.check_same_run(job.resumed, checkpoint.read_progress(job.resumed), progress)
-            checkpoint.restore(store, decomposition, places, job.resumed)
-    dist.barrier()
+    loaded = load(options, check=rank == 0)
+    ready = prepare(schedule, options, *loaded, resumed=job.resumed)
+    release(ready.workload, ready.decomposition)
     losses: list[float] = []
 
     def note(iteration: int, loss: float, seconds: float) -> None:
         losses.append(loss)
         on_iteration(iteration, loss, seconds)
 
-    release(workload, decomposition)
-    runner = Rank(rank, graph, schedule.hardware, workload, decomposition, places, store, options)
-    dist.barrier()
-    writer = None
-    if rank == 0 and options.checkpoints is not None:
-        writer = checkpoint.Writer(options.checkpoints, store, decomposition, places, state)
-
-    def save(steps: int, on_layer: Callable[[int], None]) -> None:
-        assert writer is not None
-        writer.write(msgspec.structs.replace(progress, steps=steps), on_layer)
-
-    record = runner.run(note, save if writer is not None else None)
+    record = ready.rank.run(note, ready.save if ready.writer is not None else None)
     records: list[RankRecord | None] = [None] * dist.get_world_size()
     dist.gather_object(record, records if rank == 0 else None)
     if rank != 0:
         return None
-    if writer is not None:
-        writer.write(progress)
+    if ready.writer is not None:
+        ready.save(options.done + options.steps)
     if job.weights_out is not None:
-        save_weights(store, decomposition, state, job.weights_out)
-    return merge([r for r in records if r is not None], schedule, graph, options, losses)
-
-
-def _check_checkpoints(rules: Rules, options: RunOptions) -> None:
-    """Raise HarmonyError where the host has no weights to save before the run ends."""
-    checkpoints = options.checkpoints
-    if checkpoints is None or not 0 < checkpoints.every < options.steps:
-        return
-    for b, pack in enumerate(rules.backward_packs):
-        if pack.update == "device":
-            raise HarmonyError(
-                f"--checkpoint-every {checkpoints.every}: backward pack {b} stays on its device until the run ends; "
-                f"plan with --updates host, or leave --checkpoint-every out"
-            )
-
-
-def _share_store(
-    rank: int, rules: Rules, decomposition: Decomposition, num_nodes: int, options: RunOptions
-) -> HostStore:
-    layout = plan_store(rules, decomposition, num_nodes)
-    places = layer_places(decomposition, options.recipe)
-    box: list[Any] = [None]
-    if rank == 0:
-        try:
-            descriptor = create_memory(layout.total)
-            box = [(os.getpid(), descriptor)]
-        except HarmonyError as error:
-            box = [error]
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], HarmonyError):
-        raise box[0]
-    process, theirs = box[0]
-    if rank != 0:
-        descriptor = os.open(f"/proc/{process}/fd/{theirs}", os.O_RDWR)
-    return HostStore(descriptor, layout, rules, decomposition, places)
+        save_weights(ready.store, ready.decomposition, ready.state, job.weights_out)
+    return merge([r for r in records if r is not None], schedule, ready.graph, options, losses)

@@ -19,7 +19,11 @@ from planner.contract.schedule import Schedule
 
 def load(options: RunOptions, *, check: bool) -> tuple[Workload, Decomposition, Profile]:
     """The model, its layers, and their sizes as a profile has them."""
-    workload = options.load()
+    return cut(options.load(), options, check=check)
+
+
+def cut(workload: Workload, options: RunOptions, *, check: bool) -> tuple[Workload, Decomposition, Profile]:
+    """A workload that is there already, its layers, and their sizes as a profile has them."""
     example = workload.draw(torch.Generator().manual_seed(0), 2)
     decomposition = decompose(workload, example, patterns=options.patterns, check=check)
     if options.device == "cuda":

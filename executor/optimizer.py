@@ -230,11 +230,14 @@ class LayerOptimizer:
         gradients: Mapping[int, Mapping[str, Tensor]] | None = None,
         *,
         scale: Tensor | None = None,
+        settings: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """One optimizer step of the parameters that these layers own, from the gradients in the store or given ones.
 
-        scale: a scalar that the gradients are multiplied by first.
+        scale: a scalar that the gradients are multiplied by first. settings: of each group, from this step on.
         """
+        for ours, theirs in zip(self.param_groups, settings or (), strict=False):
+            ours.update(theirs)
         found = self._gradients if gradients is None else gradients
         stepped = [
             name for layer in layers for name in self._gradients[layer] if self._uses[name][0] == layer

@@ -21,6 +21,7 @@ class RunOptions:
     paced: on virtual devices actions take their planned seconds; without, as long as they take.
     clip_norm: the largest norm over all gradients; larger ones are scaled down to it.
     dtype: what the model is rounded to; as it is where empty.
+    given: how parameters are stepped, instead of `optimizer` and `settings`.
     done: iterations that an earlier run has done; steps are those that follow. weights: a file to start from.
     """
 
@@ -35,6 +36,7 @@ class RunOptions:
     patterns: tuple[str, ...] = ()
     clip_norm: float | None = None
     dtype: str = ""
+    given: Recipe | None = None
     done: int = 0
     weights: Path | None = None
     checkpoints: Checkpoints | None = None
@@ -42,7 +44,7 @@ class RunOptions:
     @property
     def recipe(self) -> Recipe:
         """Which optimizer steps which parameters. Raises HarmonyError."""
-        return recipe(self.optimizer, self.settings)
+        return self.given or recipe(self.optimizer, self.settings)
 
     def load(self) -> Workload:
         """The workload, the same in every process."""

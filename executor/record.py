@@ -16,8 +16,6 @@ from planner.contract.trace import DeviceSummary, MemorySample, Span, Trace
 
 WARM_UP = 1
 """Iterations at the start that count in no time."""
-MEMORY_SAMPLES = 20_000
-"""At most so many per device, the last ones."""
 
 
 def merge(
@@ -56,7 +54,7 @@ def merge(
     memory = [
         MemorySample(record.rank, seconds - origin, nbytes)
         for record in records
-        for seconds, nbytes in record.memory[-MEMORY_SAMPLES:]
+        for seconds, nbytes in record.memory
         if seconds >= origin
     ]
     overruns = [sum(record.overruns.get(k, 0) for record in records) for k in range(steps)]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+MEMORY_SAMPLES = 20_000
+"""At most so many per device, the last ones."""
 SPAN_ITERATIONS = 4
 """Spans are kept for the last so many iterations; ends of iterations for all."""
 
@@ -22,7 +25,7 @@ class RankRecord:
 
     rank: int
     spans: list[tuple[int, int, float, float, bool]] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)
+    memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MEMORY_SAMPLES))
     ends: dict[int, float] = field(default_factory=dict)
     overruns: dict[int, int] = field(default_factory=dict)
     moved: dict[int, int] = field(default_factory=dict)

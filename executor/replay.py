@@ -11,11 +11,13 @@ the verified program has no cycle, so nothing here can deadlock. A failure in an
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -32,7 +34,7 @@ from executor.resident import Residents
 from executor.streams import Device, Event, make_device
 from executor.structure import LayerPlaces
 from executor.workload import Workload
-from planner.contract.actions import Action, Receive, Reduce, Send, Value
+from planner.contract.actions import Action, Agree, Backward, Receive, Reduce, Send, Value
 from planner.contract.hardware import Hardware
 from planner.contract.precedence import Graph
 
@@ -49,6 +51,10 @@ BATCH_STREAM = 1 << 20
 
 class Aborted(Exception):
     """Another thread or rank failed first."""
+
+
+class _Closed(Exception):
+    """No iteration follows that this thread was waiting in."""
 
 
 class Rank:
@@ -107,11 +113,16 @@ class Rank:
             is_resumed=options.done > 0,
         )
         self.residents = Residents(self)
+        self._settings: dict[int, list[dict[str, Any]]] = {}
         self._lanes = [i for i, lane in enumerate(graph.lanes) if lane.device == rank]
         self._recorded = [0] * len(graph.actions)
         self._events: dict[tuple[int, int], Event] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self._num_iterations: int | None = options.steps
+        self._is_closed = False
+        self._threads: list[threading.Thread] = []
+        self._finishers: list[threading.Thread] = []
         # one a stream: a stream that waits for another rank must not hold up what the others have to tell it
         self._over: dict[str, queue.SimpleQueue[tuple[Span, Event, Event] | None]] = {
             graph.lanes[lane].stream: queue.SimpleQueue() for lane in self._lanes
@@ -125,26 +136,63 @@ class Rank:
 
         Raises the first failure of this rank, or Aborted where another rank failed first.
         """
+        self.start(save)
+        if self.rank == 0:
+            self._threads.append(self._thread(partial(self._feed, on_iteration), "batches"))
+        self._guard(self._compute_all)
+        return self.finish()
+
+    def start(self, save: Save | None = None) -> None:
+        """Begin with all streams but compute, which `compute` runs on the thread that calls it: autograd and the
+        generators belong to that one."""
         others = [lane for lane in self._lanes if self.graph.lanes[lane].stream != "compute"]
-        threads = [
+        self._threads = [
             self._thread(partial(self._run_lane, lane), self.graph.lanes[lane].stream) for lane in others
         ]
-        finishers = [
+        self._finishers = [
             self._thread(partial(self._complete, over), f"{stream} over")
             for stream, over in self._over.items()
         ]
-        if self.rank == 0:
-            threads.append(self._thread(partial(self._feed, on_iteration), "batches"))
-            if save is not None:
-                threads.append(self._thread(partial(self._save, save), "checkpoints"))
-        # compute stays on the main thread: autograd and the generators belong to it
+        if self.rank == 0 and save is not None:
+            self._threads.append(self._thread(partial(self._save, save), "checkpoints"))
+
+    def fail(self, error: BaseException) -> None:
+        """End all threads and ranks: what calls this rank has failed."""
+
+        def raise_it() -> None:
+            raise error
+
+        self._guard(raise_it)
+        self._join(self._threads)
+
+    def compute(self, iteration: int) -> None:
+        """Run the compute stream's part of an iteration. Raises the first failure of this rank, or Aborted."""
+        self._guard(partial(self._compute, iteration))
+        if self._failure is not None:
+            self._join(self._threads)
+            raise self._failure
+
+    def _compute(self, iteration: int) -> None:
         for lane in self._lanes:
-            if lane not in others:
-                self._guard(partial(self._run_lane, lane))
-        self._join(threads)
+            if self.graph.lanes[lane].stream == "compute":
+                self._run_iteration(lane, iteration)
+
+    def _compute_all(self) -> None:
+        for iteration in range(self.options.steps):
+            self._compute(iteration)
+
+    def close(self, steps: int) -> None:
+        """No more than so many iterations, all of which are over everywhere: what has begun beyond them stops."""
+        self._num_iterations, self._is_closed = steps, True
+        with self._changed:
+            self._changed.notify_all()
+
+    def finish(self) -> RankRecord:
+        """Wait for all streams. Raises the first failure of this rank, or Aborted where another rank failed first."""
+        self._join(self._threads)
         for over in self._over.values():
             over.put(None)
-        self._join(finishers)
+        self._join(self._finishers)
         if self._failure is not None:
             raise self._failure
         self.device.finish()
@@ -157,27 +205,36 @@ class Rank:
     # ---- one stream
 
     def _run_lane(self, lane_index: int) -> None:
+        for iteration in itertools.count():
+            if self._is_last(iteration):
+                return
+            self._run_iteration(lane_index, iteration)
+
+    def _is_last(self, iteration: int) -> bool:
+        return self._num_iterations is not None and iteration >= self._num_iterations
+
+    def _run_iteration(self, lane_index: int, iteration: int) -> None:
         lane = self.graph.lanes[lane_index]
-        first = self.graph.first_of[lane_index]
-        for iteration in range(self.options.steps):
-            for node, entry in enumerate(lane.entries, first):
-                meets = self._meets.get(node, ())
-                for other, ago in self.graph.waits[node]:
-                    if other not in meets:
-                        self._wait(lane.stream, other, iteration - ago)
-                for other in meets:
-                    # a rendezvous: the send is over only once this has begun, so its beginning is what to
-                    # wait for; no sooner, or the slot would count before the plan lets it
-                    self.poll(lambda other=other, k=iteration: self.store.begun[other] > k)  # type: ignore[misc]
-                if node in self._met:
-                    self.store.begun[node] = iteration + 1
-                before = self.device.mark(lane.stream)
-                with (
-                    self.recorder.span(node, iteration) as span,
-                    self.device.on(lane.stream if lane.stream != "compute" else "host"),
-                ):
-                    span.overrun = self._handle(node, entry.action, iteration)
-                self._mark(lane.stream, span, before)
+        for node, entry in enumerate(lane.entries, self.graph.first_of[lane_index]):
+            meets = self._meets.get(node, ())
+            for other, ago in self.graph.waits[node]:
+                if other not in meets:
+                    self._wait(lane.stream, other, iteration - ago)
+            for other in meets:
+                # a rendezvous: the send is over only once this has begun, so its beginning is what to
+                # wait for; no sooner, or the slot would count before the plan lets it
+                self.poll(lambda other=other: self.store.begun[other] > iteration)  # type: ignore[misc]
+            if self._is_last(iteration):
+                raise _Closed
+            if node in self._met:
+                self.store.begun[node] = iteration + 1
+            before = self.device.mark(lane.stream)
+            with (
+                self.recorder.span(node, iteration) as span,
+                self.device.on(lane.stream if lane.stream != "compute" else "host"),
+            ):
+                span.overrun = self._handle(node, entry.action, iteration)
+            self._mark(lane.stream, span, before)
 
     def _handle(self, node: int, action: Action, iteration: int) -> bool:
         try:
@@ -234,7 +291,48 @@ class Rank:
             self._check()
             time.sleep(POLL_SECONDS)
 
+    # ---- what a loop of the user's gives and asks for
+
+    def set_group_settings(self, iteration: int, settings: list[dict[str, Any]]) -> None:
+        """What an iteration's updates step with, a dictionary for each parameter group: learning rates change."""
+        self._settings[iteration] = settings
+        # the iteration before may still update, on a rank that is behind
+        self._settings.pop(iteration - 3, None)
+
+    def group_settings(self, iteration: int) -> list[dict[str, Any]]:
+        """The settings of an iteration's updates; those of the optimizer where none were set."""
+        if iteration in self._settings:
+            return self._settings[iteration]
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+
+    def wait_for_loss(self, iteration: int) -> float:
+        """The loss of an iteration that has begun, once it is known."""
+        fused = [
+            node
+            for node, action in enumerate(self.graph.actions)
+            if isinstance(action, Backward) and action.pack == self.rules.fused
+        ]
+        self.poll(lambda: all(self.store.done[node] > iteration for node in fused))
+        return self.loss(iteration)
+
+    def wait_for_norm(self, iteration: int) -> float | None:
+        """The norm over all gradients of an iteration that has begun; None where no action finds it."""
+        node = self.graph.node_of.get(Agree())
+        if node is None:
+            return None
+        self.poll(lambda: self.store.done[node] > iteration)
+        return float(self.store.agreed[0])
+
     # ---- batches
+
+    def feed(self, iteration: int, batch: dict[str, torch.Tensor]) -> None:
+        """Put a batch into its half of the store, once the iteration that has it is over everywhere."""
+        if iteration >= 2:
+            self.poll(lambda: self.is_over(iteration - 2))
+        minibatch = self.rules.configuration.minibatch
+        for name in self.store.layout.batch[0]:
+            self.store.batch(iteration, name, 0, minibatch).copy_(batch[name])
+        self.store.num_batches = iteration + 1
 
     def wait_for_batch(self, iteration: int) -> None:
         """Until the batch of an iteration is in the store."""
@@ -254,9 +352,7 @@ class Rank:
                 last = now
             if k < self.options.steps:
                 batch = draw_batch(self.workload, self.options.seed, self.options.done + k, minibatch)
-                for name in self.store.layout.batch[0]:
-                    self.store.batch(k, name, 0, minibatch).copy_(batch[name])
-                self.store.num_batches = k + 1
+                self.feed(k, batch)
 
     def is_over(self, iteration: int) -> bool:
         """Whether every stream of every rank has finished an iteration."""
@@ -272,7 +368,9 @@ class Rank:
 
     def _save(self, save: Save) -> None:
         """Save what iteration k - 1 left once it is over everywhere, the last layer first, while iteration k runs."""
-        for k in range(1, self.options.steps):
+        for k in itertools.count(1):
+            if self._is_last(k):
+                return
             if self._is_due(k):
                 self.poll(lambda ended=k - 1: self.is_over(ended))  # type: ignore[misc]
                 save(self.options.done + k, partial(self._note_saved, k))
@@ -306,6 +404,8 @@ class Rank:
         """Run, and on failure end the other threads and ranks."""
         try:
             work()
+        except _Closed:
+            return
         except BaseException as error:
             with self._changed:
                 if self._failure is None or isinstance(self._failure, Aborted):
@@ -327,6 +427,8 @@ class Rank:
     def _check(self) -> None:
         if self._failure is not None or self.store.failed:
             raise Aborted(f"gpu{self.store.failed - 1} failed")
+        if self._is_closed and threading.current_thread() in self._threads:
+            raise _Closed
 
 
 def _meetings(graph: Graph) -> dict[int, tuple[int, ...]]:

@@ -11,7 +11,8 @@ W and K in again. From the second on the same step runs on the device; both are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -42,25 +43,22 @@ class Residents:
         """Those that step on the device so far."""
         return list(self._optimizers.values())
 
-    def update(self, pack: int) -> None:
-        """One optimizer step of a pack, from the gradients on the device."""
+    def update(self, pack: int, settings: Sequence[Mapping[str, Any]]) -> None:
+        """One optimizer step of a pack, from the gradients on the device; settings: of each parameter group."""
         rank, layers = self._rank, self._layers(pack)
         replica = rank.rules.replica_tag(rank.rules.owner(pack))
         weights, gradients = (rank.memory[Value(kind, pack, replica=replica)] for kind in ("WB", "G"))
         optimizer = self._optimizers.get(pack)
         with rank.device.on("compute"):
             if optimizer is not None:
-                for ours, theirs in zip(optimizer.param_groups, rank.optimizer.param_groups, strict=True):
-                    # live: a learning rate that was changed holds here, too
-                    ours |= {key: value for key, value in theirs.items() if key != "params"}
-                optimizer.step_layers(range(layers[0], layers[1] + 1), gradients.gradients)
+                optimizer.step_layers(range(layers[0], layers[1] + 1), gradients.gradients, settings=settings)
                 return
             assert gradients.flat is not None
             assert weights.flat is not None
             # statistics have changed since they came in
             rank.store.weight_range(*layers).copy_(weights.flat)
             rank.store.gradient_range(*layers).copy_(gradients.flat)
-            rank.optimizer.step_layers(range(layers[0], layers[1] + 1))
+            rank.optimizer.step_layers(range(layers[0], layers[1] + 1), settings=settings)
             states = Value("K", pack)
             self._load(Value("WB", pack, replica=replica), weights)
             self._load(states, rank.memory[states])

@@ -166,6 +166,15 @@ def copy_checked(target: Tensor, source: Tensor, where: str) -> None:
     target.copy_(source)
 
 
+def attach(store: HostStore, decomposition: Decomposition) -> None:
+    """The model's own parameters and buffers become the store's: what training changes, they show."""
+    for i in range(len(decomposition.layers) - 1, -1, -1):
+        for name, tensor in store.weights(i).items():
+            decomposition.parameters[name].data = tensor
+        for name, tensor in store.buffers(i).items():
+            decomposition.buffers[name].data = tensor
+
+
 def release(workload: Workload, decomposition: Decomposition) -> None:
     """Let a process's own copy of the parameters go; the store has them."""
     for tensor in (*decomposition.parameters.values(), *workload.model.parameters()):

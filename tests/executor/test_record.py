@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from executor.options import RunOptions
-from executor.record import MEMORY_SAMPLES, merge, plain_trace
-from executor.recorder import RankRecord, Recorder
+from executor.record import merge, plain_trace
+from executor.recorder import MEMORY_SAMPLES, RankRecord, Recorder
 from executor.reference import PlainResult
 from planner.contract import store
 from planner.contract.actions import Value, parse_lane
@@ -99,7 +99,7 @@ def make_records(steps: int = 3) -> list[RankRecord]:
             (NODES["F0.0"], k, start + 1, start + 4, k == 2),
         ]
         second.spans.append((NODES["update:0"], k, start + 4, start + 4 + k, False))
-    first.memory = [(99.0, 1), (100.0, 64), (101.5, 128)]
+    first.memory.extend([(99.0, 1), (100.0, 64), (101.5, 128)])
     first.overruns = {0: 5, 2: 1}
     second.overruns = {1: 2}
     return [first, second]
@@ -151,7 +151,7 @@ def test_memory_is_kept_from_the_first_span_on_and_not_without_end() -> None:
     trace = merge(make_records(), *make_schedule(), OPTIONS, LOSSES)
     assert [(m.seconds, m.allocated_bytes) for m in trace.memory] == [(0.0, 64), (1.5, 128)]
     records = make_records()
-    records[0].memory = [(100.0 + i * 1e-4, i) for i in range(MEMORY_SAMPLES + 10)]
+    records[0].memory.extend((100.0 + i * 1e-4, i) for i in range(MEMORY_SAMPLES + 10))
     assert len(merge(records, *make_schedule(), OPTIONS, LOSSES).memory) == MEMORY_SAMPLES
 
 

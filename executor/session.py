@@ -1,0 +1,282 @@
+"""A training loop of one's own over a schedule.
+
+    with Session("schedule.json", model, optimizer, loss, example=batch) as session:
+        for batch in session.batches(loader):
+            result = session.step(batch)
+            scheduler.step()
+            print(result.loss)
+
+`model` and `optimizer` are plain PyTorch: parameter groups and learning-rate schedulers work as ever, and the model's
+parameters are the live weights in host memory, to be read between steps and not to be written. A step returns when its
+compute is over and its loss known; updates and swaps go on behind it, and `state_dict` waits for them. One process a
+device: under torchrun each runs the same script, and rank 0's batches are the ones that count.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from executor.checkpoint import Checkpoints
+from executor.launch import PATIENCE
+from executor.load import as_planned, check_clipping, check_optimizer, cut
+from executor.models import DTYPES
+from executor.optimizer import recipe_of
+from executor.options import DeviceKind, RunOptions
+from executor.prepare import prepare, resumed_options
+from executor.weights import attach, layer_state
+from executor.workload import flat
+from planner.contract import store as files
+from planner.contract.errors import HarmonyError
+from planner.contract.schedule import Schedule
+
+ENDLESS = sys.maxsize
+"""Steps of a session: nobody knows how many will come."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did. gradient_norm: before clipping; None where nothing is clipped. learning_rates: of each group."""
+
+    step: int
+    loss: float
+    gradient_norm: float | None
+    learning_rates: tuple[float, ...]
+    seconds: float
+
+
+class Session:
+    """Training by a schedule, a step at a time."""
+
+    def __init__(
+        self,
+        schedule: Schedule | Path | str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[nn.Module, Any], Tensor],
+        example: Any,
+        *,
+        device: DeviceKind = "virtual",
+        seed: int = 0,
+        clip_norm: float | None = None,
+        checkpoint: Path | str | None = None,
+        checkpoint_every: int = 0,
+        resume: bool = False,
+        paced: bool = False,
+    ) -> None:
+        """loss(model, batch): the mean over the samples of the batch it is given; it calls the model. example: a batch
+        of the planned minibatch, its tensors with samples first. seed: of dropout. checkpoint, checkpoint_every,
+        resume: as `harmony-executor run` has them; `done` then says how many steps need no batch any more.
+
+        Raises HarmonyError where schedule, model, optimizer or machine do not belong together.
+        """
+        plan = schedule if isinstance(schedule, Schedule) else files.load_schedule(schedule)
+        self._plan, self._model, self._optimizer = plan, model, optimizer
+        self._example = example
+        self._batch: Any = None
+        self._steps = 0
+        self._is_open = True
+        names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        checkpoints = None if checkpoint is None else Checkpoints(Path(checkpoint), checkpoint_every)
+        options = RunOptions(
+            plan.profile.model.spec or plan.profile.model.name,
+            device=device,
+            steps=ENDLESS,
+            optimizer=type(optimizer).__name__.lower(),
+            settings={},
+            seed=seed,
+            paced=paced,
+            clip_norm=clip_norm,
+            given=recipe_of(optimizer, names),
+            checkpoints=checkpoints,
+        )
+        check_optimizer(plan, options)
+        check_clipping(plan, options)
+        options = as_planned(plan, options)
+        if checkpoints is not None and not resume:
+            checkpoints.check_new()
+        options, resumed = resumed_options(options) if resume else (options, None)
+        # steps that an earlier run has done do not end this one
+        self._options = replace(options, steps=ENDLESS)
+        self._owns_group = _join_group(plan.configuration.num_devices)
+        if device == "virtual":
+            torch.set_num_threads(1)
+        dtype = DTYPES.get(options.dtype)
+        if dtype is not None:
+            model.to(dtype)
+        model.train()
+        workload = flat(model, self._draw, loss, dtype=dtype)
+        loaded = cut(workload, self._options, check=dist.get_rank() == 0)
+        self._ready = prepare(plan, self._options, *loaded, resumed=resumed)
+        attach(self._ready.store, self._ready.decomposition)
+        if self.done:
+            self._note_stepped()
+        self._ready.rank.start(self._ready.save if self._ready.writer is not None else None)
+
+    @property
+    def done(self) -> int:
+        """Steps that are done, those of the resumed run among them."""
+        return self._options.done + self._steps
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is rank 0, the one whose batches count and which may print."""
+        return dist.get_rank() == 0
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches on rank 0, None as often on the others; their loaders are not touched."""
+        batches = iter(loader) if self.is_first else iter(())
+        while True:
+            batch = next(batches, _NOTHING)
+            box = [batch is not _NOTHING]
+            dist.broadcast_object_list(box, src=0)
+            if not box[0]:
+                return
+            yield batch if self.is_first else None
+
+    def step(self, batch: Any = None) -> StepResult:
+        """Train on one minibatch; ranks other than 0 may give None.
+
+        Raises HarmonyError (a batch of another shape), torch.OutOfMemoryError, or Aborted where another rank failed.
+        """
+        self._check_open()
+        started, rank, k = time.perf_counter(), self._ready.rank, self._steps
+        settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        rank.set_group_settings(k, settings)
+        try:
+            if self.is_first:
+                rank.feed(k, self._read(batch))
+            with _own_random_numbers():
+                rank.compute(k)
+            loss, norm = rank.wait_for_loss(k), rank.wait_for_norm(k)
+        except BaseException as error:
+            self._is_open = False
+            rank.fail(error)
+            raise
+        self._steps += 1
+        self._note_stepped()
+        rates = tuple(float(group["lr"]) for group in settings)
+        return StepResult(self.done, loss, norm, rates, time.perf_counter() - started)
+
+    def wait(self) -> None:
+        """Until everything that the steps so far began is over, on all devices."""
+        self._check_open()
+        if self._steps:
+            self._ready.rank.poll(lambda: self._ready.rank.is_over(self._steps - 1))
+        dist.barrier()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of the weights and buffers by the model's own names. Every rank has to ask."""
+        self.wait()
+        self._ready.rank.residents.write_back()
+        dist.barrier()
+        found: dict[str, Tensor] = {}
+        for layer in range(len(self._ready.decomposition.layers)):
+            found |= layer_state(self._ready.store, self._ready.decomposition, self._ready.state, layer)
+        dist.barrier()
+        return {name: found[name] for name in self._model.state_dict() if name in found}
+
+    def close(self) -> None:
+        """Wait for all that has begun, save the last checkpoint, and leave the weights in the model."""
+        if not self._is_open:
+            return
+        self.wait()
+        self._is_open = False
+        rank = self._ready.rank
+        rank.close(self._steps)
+        rank.finish()
+        dist.barrier()
+        checkpoints = self._options.checkpoints
+        if self._ready.writer is not None and checkpoints is not None and self._steps:
+            newest = checkpoints.newest()
+            if newest is None or newest.name != checkpoints.name(self.done):
+                self._ready.save(self.done)
+        dist.barrier()
+        if self._owns_group:
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._is_open:
+            self._is_open = False
+            self._ready.rank.fail(error)
+
+    def _note_stepped(self) -> None:
+        """Schedulers look whether the optimizer they belong to has stepped."""
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise HarmonyError("the session is closed; open another one to go on")
+
+    def _read(self, batch: Any) -> dict[str, Tensor]:
+        """A batch as flat tensors, checked against the example."""
+        self._batch = batch
+        try:
+            return self._ready.workload.draw(torch.Generator(), self._plan.configuration.minibatch)
+        finally:
+            self._batch = None
+
+    def _draw(self, generator: torch.Generator, num_samples: int) -> Any:
+        """The step's batch; before the first step samples of the example, as many as asked for."""
+        if self._batch is not None:
+            return self._batch
+        minibatch = self._plan.configuration.minibatch
+        chosen = torch.arange(num_samples) % minibatch
+
+        def some(leaf: Any) -> Any:
+            is_batched = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == minibatch
+            return leaf[chosen] if is_batched else leaf
+
+        return pytree.tree_map(some, self._example)
+
+
+_NOTHING = object()
+
+
+def _join_group(num_devices: int) -> bool:
+    """One process a device, whose group this one joins; whether it made the group. Raises HarmonyError."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != num_devices:
+        raise HarmonyError(
+            f"the schedule uses {num_devices} devices, there are {world} processes; "
+            f"use torchrun --nproc-per-node {num_devices}"
+        )
+    if dist.is_initialized():
+        return False
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=PATIENCE)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return True
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """The schedule seeds each layer; the caller's generator is left as it was."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

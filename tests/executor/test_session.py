@@ -1,0 +1,243 @@
+"""A loop of the user's over a schedule is the same loop in plain PyTorch, bit for bit, on one device and on several."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import warnings
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from executor.decompose import decompose
+from executor.profile import measure_profile
+from executor.randomness import seed_layer, seeding_hooks
+from executor.session import Session, StepResult
+from executor.workload import flat
+from planner.contract import store
+from planner.contract.errors import HarmonyError
+from planner.contract.fixed import Fixed
+from planner.contract.profile import Profile
+from planner.contract.schedule import Schedule
+from planner.search import plan_fixed
+from tests.executor import looped
+from tests.executor.looped import MINIBATCH, loss, make_batches, make_model, make_optimizer, make_scheduler
+from tests.executor.test_any_model import make_hardware
+
+STEPS = 4
+CLIP = 0.5
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    workload = flat(make_model().train(), looped.draw, loss)
+    return measure_profile(
+        workload, f"{looped.__file__}:make", [1, 2], optimizer="adamw", settings={"lr": 1e-2}, repeats=2
+    )
+
+
+def make_schedule(profile: Profile, devices: int = 1, clip: bool = True, resident: bool = False) -> Schedule:
+    num_layers = len(profile.layers)
+    packs = (1,) * num_layers
+    fixed = Fixed(2, 2, packs[1:], packs, reflected=resident, resident=(resident,) * num_layers)
+    schedule = plan_fixed(profile, make_hardware(devices), fixed, minibatch=MINIBATCH, clip=clip).schedule
+    assert schedule is not None
+    return schedule
+
+
+class Plain:
+    """The same loop without a schedule: microbatches of two samples, dropout seeded as replay seeds it."""
+
+    def __init__(self, steps: int, clip: bool = True) -> None:
+        model = make_model().train()
+        optimizer = make_optimizer(model)
+        scheduler = make_scheduler(optimizer)
+        entries = decompose(
+            flat(model, looped.draw, loss), looped.draw(torch.Generator(), 2), check=False
+        ).entries
+        torch.set_num_threads(1)
+        self.losses, self.norms = [], []
+        for step, batch in enumerate(make_batches(steps)):
+            parts = []
+            for first in range(0, MINIBATCH, 2):
+                microbatch = {name: tensor[first : first + 2] for name, tensor in batch.items()}
+                with seeding_hooks(model, entries, partial(_seed, step, first)):
+                    part = loss(model, microbatch)
+                torch.autograd.backward([part], [torch.full_like(part, 2 / MINIBATCH)])
+                parts.append(part.item() * (2 / MINIBATCH))
+            if clip:
+                self.norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            self.losses.append(sum(parts))
+        self.weights = model.state_dict()
+
+
+def _seed(step: int, first: int, layer: int) -> None:
+    seed_layer(0, step, layer, first)
+
+
+def train(session: Session, scheduler: Any, batches: list[dict[str, Tensor]]) -> list[StepResult]:
+    results = []
+    for batch in session.batches(batches):
+        results.append(session.step(batch))
+        scheduler.step()
+    return results
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_loop_of_one_s_own_equals_plain_pytorch(profile: Profile, resident: bool) -> None:
+    """Parameter groups, a scheduler, clipping; weights in host memory or resident on the device."""
+    clip = not resident
+    model = make_model()
+    optimizer = make_optimizer(model)
+    scheduler = make_scheduler(optimizer)
+    plain = Plain(STEPS, clip)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    schedule = make_schedule(profile, 1, clip, resident)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Session(
+            schedule, model, optimizer, loss, make_batches(1)[0], clip_norm=CLIP if clip else None
+        ) as session:
+            results = train(session, scheduler, make_batches(STEPS))
+            state = session.state_dict()
+            assert session.done == STEPS
+    assert [result.loss for result in results] == plain.losses
+    assert [result.gradient_norm for result in results] == (plain.norms if clip else [None] * STEPS)
+    assert [result.learning_rates for result in results] == [
+        (1e-2 * 0.5**k, 3e-2 * 0.5**k) for k in range(STEPS)
+    ]
+    assert state.keys() == plain.weights.keys()
+    for name, tensor in plain.weights.items():
+        assert torch.equal(state[name], tensor), name
+        assert torch.equal(model.state_dict()[name], tensor), f"{name}: the model's own are live"
+    assert torch.equal(torch.rand(1), expected), "the caller's random numbers are the caller's"
+
+
+def test_two_processes_run_the_same_script(profile: Profile, tmp_path: Path) -> None:
+    store.save(make_schedule(profile, 2), tmp_path / "s.json")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(looped.__file__), str(tmp_path / "s.json"), str(STEPS), str(tmp_path / "out.json")]
+    subprocess.run(
+        [*command, *script], check=True, cwd=ROOT, env=_environment(), capture_output=True, timeout=120
+    )
+    found = json.loads((tmp_path / "out.json").read_text())
+    plain = Plain(STEPS)
+    assert found["losses"] == plain.losses
+    assert found["norms"] == plain.norms
+    for name, tensor in plain.weights.items():
+        assert torch.equal(torch.tensor(found["weights"][name]), tensor), name
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_a_session_resumes(profile: Profile, tmp_path: Path) -> None:
+    schedule, batches = make_schedule(profile), make_batches(STEPS)
+    plain = Plain(STEPS)
+    losses: list[float] = []
+    for until in (1, 3, STEPS):
+        model = make_model()
+        optimizer = make_optimizer(model)
+        with Session(
+            schedule,
+            model,
+            optimizer,
+            loss,
+            batches[0],
+            clip_norm=CLIP,
+            checkpoint=tmp_path / "c",
+            checkpoint_every=1,
+            resume=True,
+        ) as session:
+            scheduler = make_scheduler(optimizer)
+            for _ in range(session.done):
+                scheduler.step()
+            losses += [r.loss for r in train(session, scheduler, batches[session.done : until])]
+            assert session.done == until
+    assert losses == plain.losses
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in plain.weights.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("a batch of another shape", "batch x is .*, the model was cut and profiled for"),
+        ("a batch with a part missing", "batch has the parts"),
+    ],
+)
+def test_a_batch_that_does_not_fit_ends_the_session(profile: Profile, change: str, message: str) -> None:
+    model = make_model()
+    (batch,) = make_batches(1)
+    wrong = {"x": batch["x"]} if "missing" in change else {"x": batch["x"][:, :4], "y": batch["y"]}
+    session = Session(make_schedule(profile), model, make_optimizer(model), loss, batch, clip_norm=CLIP)
+    with pytest.raises(HarmonyError, match=message), session:
+        session.step(wrong)
+    with pytest.raises(HarmonyError, match="the session is closed"):
+        session.step(batch)
+    session.close()
+    torch.distributed.destroy_process_group()
+
+
+class Mine(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: torch.optim.SGD(model.parameters(), lr=1.0), "planned for optimizer 'adamw'"),
+        (lambda model: torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]), "that is not the model's"),
+        (lambda model: torch.optim.AdamW(model.head.parameters()), "no group of the optimizer has it"),
+        (lambda model: Mine(model.parameters()), "torch.optim has no such optimizer|only torch.optim's own"),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_is_refused(profile: Profile, make: Any, message: str) -> None:
+    model = make_model()
+    with pytest.raises(HarmonyError, match=message):
+        Session(make_schedule(profile), model, make(model), loss, make_batches(1)[0], clip_norm=CLIP)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_as_many_processes_as_devices(profile: Profile) -> None:
+    model = make_model()
+    with pytest.raises(HarmonyError, match="uses 2 devices, there are 1 processes; use torchrun"):
+        Session(
+            make_schedule(profile, 2), model, make_optimizer(model), loss, make_batches(1)[0], clip_norm=CLIP
+        )
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_leave_memory_and_files_as_they_were(profile: Profile, tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    batches = make_batches(10)
+    process, resident = psutil.Process(), []
+    files = process.num_fds()
+    with Session(make_schedule(profile), model, optimizer, loss, batches[0], clip_norm=CLIP) as session:
+        allocated = []
+        for k in range(1000):
+            session.step(batches[k % 10])
+            allocated.append(session._ready.rank.memory.pool.reserved_bytes)
+            if k % 100 == 99:
+                gc.collect()
+                resident.append(process.memory_info().rss)
+        assert len(set(allocated[10:])) == 1, "device memory is reserved once"
+    assert all(later <= 1.01 * resident[0] for later in resident), [b - a for a, b in pairwise(resident)]
+    assert process.num_fds() <= files + 1
