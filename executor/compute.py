@@ -145,9 +145,10 @@ def _backward_after_forward(rank: Rank, action: Backward, weights: Held, iterati
     leaves = _leaves(rank, _given(rank, action))
     loss, ends = _recompute(rank, pack, samples, iteration, weights, dict(leaves), is_fused)
     if is_fused:
-        share = (samples[1] - samples[0]) / rules.configuration.minibatch
+        share = float(rank.store.shares[iteration % 2][action.microbatch])
         rank.store.losses[iteration % 2][action.microbatch].copy_(loss.detach(), non_blocking=True)
-        torch.autograd.backward([loss], [torch.full_like(loss, share)])
+        if share:
+            torch.autograd.backward([loss], [torch.full_like(loss, share)])
     else:
         outputs, gradients = _received_gradients(rank, action, ends)
         torch.autograd.backward(outputs, gradients)

@@ -51,8 +51,10 @@ def plan_store(rules: Rules, decomposition: Decomposition, num_nodes: int) -> St
     costs, last = rules.costs, rules.costs.num_layers - 1
     devices = rules.configuration.num_devices
     microbatches = len(rules.backward_samples)
-    # failed, batches, saved, busy[device][direction], done[node], begun[node]; losses and agreed as float32
-    end = _page(WORD * (NUM_WORDS + 2 * devices + 2 * num_nodes) + 4 * (2 * microbatches + 2))
+    # failed, batches, saved, busy[device][direction], done[node], begun[node]; shares as float64, losses and agreed as float32
+    end = _page(
+        WORD * (NUM_WORDS + 2 * devices + 2 * num_nodes + 2 * microbatches) + 4 * (2 * microbatches + 2)
+    )
     offsets = []
     for nbytes in (costs.weight_bytes(0, last), costs.gradient_bytes(0, last), costs.state_bytes(0, last)):
         offsets.append(end)
@@ -116,12 +118,15 @@ class HostStore:
         self._decomposition = decomposition
         self._places = places
         nodes = NUM_WORDS + 2 * layout.num_devices
-        losses = WORD * (nodes + 2 * layout.num_nodes)
-        words = memoryview(self._map)[:losses].cast("q")
+        shares = WORD * (nodes + 2 * layout.num_nodes)
+        losses = shares + WORD * 2 * layout.num_microbatches
+        words = memoryview(self._map)[:shares].cast("q")
         self._words = words
         self.busy = words[NUM_WORDS:nodes]
         self.done = words[nodes : nodes + layout.num_nodes]
         self.begun = words[nodes + layout.num_nodes :]
+        self.shares = self._tensor(shares, (2, layout.num_microbatches), torch.float64)
+        """What part of the minibatch's loss each microbatch's is; iterations alternate, as with losses."""
         self.losses = self._tensor(losses, (2, layout.num_microbatches), torch.float32)
         self.agreed = self._tensor(losses + self.losses.nbytes, (2,), torch.float32)
         """The norm over all gradients, and what they are multiplied by."""

@@ -34,7 +34,7 @@ def load_workload(spec: str, *, seed: int, data: Path | None = None, dtype: str 
     workload.model.train()
     if dtype:
         workload.model.to(DTYPES[dtype])
-    return flat(workload.model, workload.draw, workload.loss, workload.pad, DTYPES.get(dtype))
+    return flat(workload.model, workload.draw, workload.loss, workload.pad, DTYPES.get(dtype), workload.count)
 
 
 def _from_function(spec: str) -> Workload:

@@ -71,18 +71,20 @@ def train(
         is_metered = iteration < METERED_ITERATIONS or budget_bytes is not None
         parts = []
         with meter if is_metered else nullcontext():
-            for first, end in samples:
+            shares = workload.shares(batch, samples)
+            for (first, end), share in zip(samples, shares, strict=True):
                 # clones: on the device only what the microbatch needs
                 given = workload.samples(batch, first, end)
                 microbatch = {name: tensor.clone().to(place) for name, tensor in given.items()}
                 seed_entry = partial(_seed_entry, options.seed, iteration, first)
                 with seeding_hooks(model, decomposition.entries, seed_entry):
                     loss = workload.loss(model, microbatch)
-                torch.autograd.backward([loss], [torch.full_like(loss, (end - first) / minibatch)])
+                if share:
+                    torch.autograd.backward([loss], [torch.full_like(loss, share)])
                 parts.append(loss.item())
                 del loss, microbatch
             _step(optimizer, trained, masters, options.clip_norm)
-        losses.append(minibatch_loss(parts, samples))
+        losses.append(minibatch_loss(parts, shares))
         seconds.append(time.perf_counter() - started)
         on_iteration(iteration, losses[-1], seconds[-1])
     parameters = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}

@@ -332,6 +332,8 @@ class Rank:
         minibatch = self.rules.configuration.minibatch
         for name in self.store.layout.batch[0]:
             self.store.batch(iteration, name, 0, minibatch).copy_(batch[name])
+        shares = self.workload.shares(batch, self.rules.backward_samples)
+        self.store.shares[iteration % 2] = torch.tensor(shares, dtype=torch.float64)
         self.store.num_batches = iteration + 1
 
     def wait_for_batch(self, iteration: int) -> None:
@@ -362,7 +364,8 @@ class Rank:
 
     def loss(self, iteration: int) -> float:
         """The minibatch's loss of one of the last two iterations."""
-        return minibatch_loss(self.store.losses[iteration % 2].tolist(), self.rules.backward_samples)
+        half = iteration % 2
+        return minibatch_loss(self.store.losses[half].tolist(), self.store.shares[half].tolist())
 
     # ---- checkpoints
 
@@ -443,10 +446,9 @@ def _meetings(graph: Graph) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def minibatch_loss(losses: Sequence[float], samples: Sequence[tuple[int, int]]) -> float:
-    """The loss of the minibatch from its microbatches': each weighs as many samples as it has."""
-    total = samples[-1][1]
-    return sum(loss * ((end - first) / total) for loss, (first, end) in zip(losses, samples, strict=True))
+def minibatch_loss(losses: Sequence[float], shares: Sequence[float]) -> float:
+    """The loss of the minibatch from its microbatches'. One that counts nothing is a mean over nothing."""
+    return sum(loss * share for loss, share in zip(losses, shares, strict=True) if share)
 
 
 def draw_batch(workload: Workload, seed: int, iteration: int, minibatch: int) -> dict[str, torch.Tensor]:

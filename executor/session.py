@@ -75,8 +75,10 @@ class Session:
         checkpoint_every: int = 0,
         resume: bool = False,
         paced: bool = False,
+        count: Callable[[Any], float] | None = None,
     ) -> None:
-        """loss(model, batch): the mean over the samples of the batch it is given; it calls the model. example: a batch
+        """loss(model, batch): the mean over the samples of the batch it is given; it calls the model. count(batch): how
+        many items that mean is over where it is not over samples, as tokens that count. example: a batch
         of the planned minibatch, its tensors with samples first. seed: of dropout. checkpoint, checkpoint_every,
         resume: as `harmony-executor run` has them; `done` then says how many steps need no batch any more.
 
@@ -117,7 +119,7 @@ class Session:
         if dtype is not None:
             model.to(dtype)
         model.train()
-        workload = flat(model, self._draw, loss, dtype=dtype)
+        workload = flat(model, self._draw, loss, dtype=dtype, count=count)
         loaded = cut(workload, self._options, check=dist.get_rank() == 0)
         self._ready = prepare(plan, self._options, *loaded, resumed=resumed)
         attach(self._ready.store, self._ready.decomposition)

@@ -6,7 +6,7 @@ batches are pytrees: {"x": (a, None), "y": {"mask": m}} becomes {"x.0": a, "y.ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,8 @@ class Workload:
 
     draw(generator, num_samples): tensors by name, with their samples in dimension 0 but for those in `fixed`, which
     all samples share. loss(model, batch): the mean over the samples of the batch it is given; it calls the model.
+    count(batch): how many items that mean is over where it is not over samples, as tokens that are not masked out: a
+    microbatch weighs as many of them as it has.
     pad: tensors (by flat name) whose samples are brought to one shape; without it another shape is refused.
     """
 
@@ -49,6 +51,19 @@ class Workload:
     loss: Callable[[nn.Module, Batch], Tensor]
     fixed: frozenset[str] = frozenset()
     pad: Mapping[str, Pad] = field(default_factory=dict)
+    count: Callable[[Batch], float] | None = None
+
+    def shares(self, batch: Batch, microbatches: Sequence[tuple[int, int]]) -> list[float]:
+        """What part of the minibatch's loss each microbatch's is; batch: flat. Raises BatchError."""
+        if self.count is None:
+            total = microbatches[-1][1]
+            return [(end - first) / total for first, end in microbatches]
+        counts = [float(self.count(self.samples(batch, first, end))) for first, end in microbatches]
+        if not all(0 <= count < float("inf") for count in counts) or not sum(counts):
+            raise BatchError(
+                f"the microbatches count {counts} items of the loss; counts are finite, and not all of them 0"
+            )
+        return [count / sum(counts) for count in counts]
 
     def samples(self, batch: Batch, first: int, end: int) -> Batch:
         """Samples [first, end) of a flat batch."""
@@ -108,6 +123,7 @@ def flat(
     loss: Callable[[nn.Module, Any], Tensor],
     pad: Mapping[str, Pad] | None = None,
     dtype: torch.dtype | None = None,
+    count: Callable[[Any], float] | None = None,
 ) -> Workload:
     """A workload with flat batches of one whose batches are pytrees, each checked against the first; dtype: what their
     floating-point tensors are rounded to.
@@ -126,7 +142,12 @@ def flat(
     def loss_of_flat(model: nn.Module, batch: Batch) -> Tensor:
         return loss(model, template.write(batch))
 
-    return Workload(model, draw_flat, loss_of_flat, template.fixed)
+    def count_of_flat(batch: Batch) -> float:
+        assert count is not None
+        return count(template.write(batch))
+
+    counted = count_of_flat if count is not None else None
+    return Workload(model, draw_flat, loss_of_flat, template.fixed, count=counted)
 
 
 def _template(drawn: Mapping[int, Any], pad: Mapping[str, Pad]) -> _Template:

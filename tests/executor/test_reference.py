@@ -70,7 +70,7 @@ def test_loss_is_the_whole_minibatch_s_with_uneven_microbatches() -> None:
     whole = train(make_workload(), make_options(), ((0, 8),))
     uneven = train(make_workload(), make_options(), UNEVEN)
     assert uneven.losses == pytest.approx(whole.losses, rel=1e-6)
-    assert minibatch_loss([1.0, 2.0, 3.0], UNEVEN) == (3 * 1.0 + 1 * 2.0 + 4 * 3.0) / 8
+    assert minibatch_loss([1.0, 2.0, 3.0], [3 / 8, 1 / 8, 4 / 8]) == (3 * 1.0 + 1 * 2.0 + 4 * 3.0) / 8
 
 
 def test_dropout_is_the_same_for_the_same_seed_and_new_in_each_step() -> None:
