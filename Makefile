@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format schema golden bench-executor bench-kinds bench-planner gpu-test clean
+.PHONY: help venv demo test check format schema golden bench-exact bench-executor bench-kinds bench-planner gpu-test clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F '\t' '{ printf "  %-16s %s\n", $$1, $$2 }'
@@ -111,6 +111,12 @@ bench-executor: $(READY) ## planned against measured (make demo first): paced wi
 		$(EXECUTOR) run $(DEMO)/$$devices/schedule.json --data . --device virtual --unpaced --steps 4 -o $(BENCH)/unpaced$$devices.json || exit 1; \
 		$(PLANNER) compare $(DEMO)/$$devices/planned.json $(BENCH)/unpaced$$devices.json --tolerance 10% | head -2; \
 	done; exit $$failed
+
+# more arguments, e.g. --model gpt2 --dtype float32
+EXACT_FLAGS ?=
+
+bench-exact: $(READY) ## is training by schedule plain training? a table of models, placements and types
+	$(BIN)/python -m tests.bench_exact $(EXACT_FLAGS)
 
 KINDS := build/kinds
 # memory of the device of each kind of plan, in percent of what plain training needs

@@ -1,0 +1,144 @@
+"""Is training by schedule plain training? `python -m tests.bench_exact`: a table of models, placements and types.
+
+Each model is trained for 20 steps by plain PyTorch in the schedule's microbatches, and by a schedule of packs of one
+layer each on one device, a pipeline of two, two replicas, two replicas of a pipeline of two, and a reflected pipeline.
+A cell is `equal` (losses and parameters, bit for bit) or the largest relative difference of a loss, with `!` behind
+what is beyond its gate: 1e-5 in float32 and 1e-3 in bfloat16 for losses, and in float32 0.01 x lr x steps for
+parameters; on one device nothing but equal, where no reason below is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from executor.launch import run_schedule
+from executor.options import RunOptions
+from executor.reference import PlainResult, train
+from planner.contract.errors import HarmonyError
+from planner.contract.fixed import Fixed
+from planner.contract.profile import Profile
+from planner.contract.schedule import Schedule
+from planner.search import plan_fixed
+from tests.executor.test_any_model import LR, MINIBATCH, SPECS, make_hardware, profiled
+
+STEPS = 20
+PLACES = {
+    "1 device": (1, 1, False),
+    "pp 2": (2, 1, False),
+    "dp 2": (2, 2, False),
+    "hybrid 2x2": (4, 2, False),
+    "reflected": (2, 1, True),
+}
+"""Devices, replicas, and whether a pack's backward runs where its forward ran."""
+LOSS_GATES = {"float32": 1e-5, "bfloat16": 1e-3}
+REASONS = {
+    "tied": "tied weights: gradients are added per use first, in plain training as they come",
+    "lstm": "an exported LSTM is its products and gates, outside it is one operation that rounds otherwise",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of a run from plain training: the largest of its losses, relative, and of its parameters."""
+
+    loss: float
+    parameter: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.loss == 0.0 and self.parameter == 0.0
+
+    def holds(self, place: str, dtype: str, reason: str) -> bool:
+        """Whether it is within the gates."""
+        if place == "1 device" and not reason:
+            return self.is_equal
+        within = self.loss <= LOSS_GATES[dtype]
+        return within and (dtype != "float32" or self.parameter <= 0.01 * LR * STEPS)
+
+
+def make_options(spec: str, dtype: str) -> RunOptions:
+    settings = {"lr": LR, "weight_decay": 0.1}
+    return RunOptions(
+        spec, steps=STEPS, settings=settings, paced=False, dtype="" if dtype == "float32" else dtype
+    )
+
+
+def make_schedule(profile: Profile, place: str) -> Schedule:
+    devices, replicas, reflected = PLACES[place]
+    packs = (1,) * len(profile.layers)
+    fixed = Fixed(2, 2, packs[1:], packs, replicas, reflected)
+    schedule = plan_fixed(profile, make_hardware(devices), fixed, minibatch=MINIBATCH).schedule
+    assert schedule is not None
+    return schedule
+
+
+def difference(losses: tuple[float, ...], weights: dict[str, Tensor], plain: PlainResult) -> Difference:
+    loss = max(abs(a - b) / abs(b) for a, b in zip(losses, plain.losses, strict=True))
+    parameter = max(
+        float((weights[name].double() - tensor.double()).abs().max())
+        for name, tensor in plain.parameters.items()
+        if name in weights
+    )
+    return Difference(loss, parameter)
+
+
+def reason_of(name: str, profile: Profile) -> str:
+    if name == "lstm":
+        return "lstm"
+    return "tied" if profile.ties else ""
+
+
+def main() -> int:
+    """Print the table; returns the exit status: 1 where something is beyond its gate."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", action="append", choices=list(SPECS), help="only these")
+    parser.add_argument("--dtype", action="append", choices=list(LOSS_GATES), help="only these")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    rows, num_beyond, reasons = [], 0, set()
+    for name in chosen.model or SPECS:
+        for dtype in chosen.dtype or LOSS_GATES:
+            options = make_options(SPECS[name], dtype)
+            profile = profiled(options)
+            reason = reason_of(name, profile)
+            samples = make_schedule(profile, "1 device").configuration.microbatches.backward
+            plain = train(options.load(), replace(options, patterns=profile.model.patterns), samples)
+            cells = []
+            for place in PLACES:
+                try:
+                    with tempfile.TemporaryDirectory() as folder:
+                        out = Path(folder, "w.safetensors")
+                        trace = run_schedule(make_schedule(profile, place), options, weights_out=out)
+                        found = difference(trace.losses, load_file(out), plain)
+                except HarmonyError as error:
+                    cells.append(f"refused: {error}")
+                    num_beyond += 1
+                    continue
+                holds = found.holds(place, dtype, reason)
+                num_beyond += not holds
+                cell = "equal" if found.is_equal else f"{found.loss:.0e}"
+                if not found.is_equal and reason:
+                    reasons.add(reason)
+                cells.append(cell if holds else f"{cell}!")
+            rows.append((name, dtype, *cells))
+            sys.stderr.write(f"{' | '.join(rows[-1])}\n")
+    header = ("model", "type", *PLACES)
+    lines = ["| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)]
+    lines += ["", *(f"Not equal on one device: {REASONS[reason]}." for reason in sorted(reasons))]
+    lines.append(f"{num_beyond} beyond their gates.")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if num_beyond else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
