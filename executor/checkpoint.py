@@ -51,6 +51,8 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: str
     settings: dict[str, float | int | bool | str]
     structure_hash: str
+    scaling: tuple[float, ...] | None = None
+    """The loss scale, where losses are scaled."""
     schema: str = SCHEMA
 
 

@@ -147,6 +147,8 @@ def _backward_after_forward(rank: Rank, action: Backward, weights: Held, iterati
     if is_fused:
         share = float(rank.store.shares[iteration % 2][action.microbatch])
         rank.store.losses[iteration % 2][action.microbatch].copy_(loss.detach(), non_blocking=True)
+        if rank.options.is_scaled:
+            share *= rank.wait_for_scale(iteration)
         if share:
             torch.autograd.backward([loss], [torch.full_like(loss, share)])
     else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from executor import scaling
 from executor.compute import run_backward, run_forward
 from executor.decompose.layers import BATCH, TensorName
 from executor.host import check_free, over_storage
@@ -234,6 +235,9 @@ def run_update(rank: Rank, action: Update, iteration: int) -> bool:
         rank.wait_until_saved(pack.first, iteration)
         scale = rank.store.agreed[1] if rank.rules.configuration.agree else None
         layers = range(pack.first, pack.last + 1)
+        if rank.options.is_scaled and rank.store.scaling[2]:
+            # some gradient overflowed: nothing is stepped
+            return rank.device.pace(started, pack.update_seconds)
         rank.optimizer.step_layers(layers, scale=scale, settings=rank.group_settings(iteration))
     return rank.device.pace(started, pack.update_seconds)
 
@@ -241,10 +245,16 @@ def run_update(rank: Rank, action: Update, iteration: int) -> bool:
 def run_agree(rank: Rank, action: Agree, iteration: int) -> bool:
     """The norm over all gradients, summed in the model's order, and what updates multiply them by."""
     started = time.perf_counter()
-    assert rank.options.clip_norm is not None
-    norm = rank.optimizer.norm(rank.decomposition.parameters)
-    rank.store.agreed[0] = norm
-    rank.store.agreed[1] = clip_coefficient(norm, rank.options.clip_norm)
+    store, options = rank.store, rank.options
+    norm, coefficient = rank.optimizer.norm(rank.decomposition.parameters), torch.ones(())
+    if options.is_scaled:
+        # a checkpoint of the iteration before has its scale
+        rank.wait_until_saved(len(rank.decomposition.layers) - 1, iteration)
+        coefficient = coefficient * scaling.agree(store.scaling, float(norm))
+        norm = norm * coefficient
+    if options.clip_norm is not None:
+        coefficient = coefficient * clip_coefficient(norm, options.clip_norm)
+    store.agreed[0], store.agreed[1] = norm, coefficient
     return rank.device.pace(started, rank.rules.configuration.agree_seconds)
 
 

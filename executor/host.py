@@ -53,7 +53,7 @@ def plan_store(rules: Rules, decomposition: Decomposition, num_nodes: int) -> St
     microbatches = len(rules.backward_samples)
     # failed, batches, saved, busy[device][direction], done[node], begun[node]; shares as float64, losses and agreed as float32
     end = _page(
-        WORD * (NUM_WORDS + 2 * devices + 2 * num_nodes + 2 * microbatches) + 4 * (2 * microbatches + 2)
+        WORD * (NUM_WORDS + 2 * devices + 2 * num_nodes + 2 * microbatches) + 4 * (2 * microbatches + 5)
     )
     offsets = []
     for nbytes in (costs.weight_bytes(0, last), costs.gradient_bytes(0, last), costs.state_bytes(0, last)):
@@ -130,6 +130,8 @@ class HostStore:
         self.losses = self._tensor(losses, (2, layout.num_microbatches), torch.float32)
         self.agreed = self._tensor(losses + self.losses.nbytes, (2,), torch.float32)
         """The norm over all gradients, and what they are multiplied by."""
+        self.scaling = self._tensor(losses + self.losses.nbytes + self.agreed.nbytes, (3,), torch.float32)
+        """The loss scale, as scaling.py has it."""
         costs = rules.costs
         self._weight_starts = [
             costs.weight_bytes(0, i) - costs.weight_bytes(i, i) for i in range(costs.num_layers)

@@ -107,10 +107,10 @@ def run_schedule(
     if isinstance(schedule, Path):
         schedule = files.load_schedule(schedule)
     check_optimizer(schedule, options)
-    check_clipping(schedule, options)
     parse_program(schedule.programs.train)
     check_outputs(trace_path, weights_out)
     options = as_planned(schedule, options)
+    check_clipping(schedule, options)
     options, resumed = resumed_options(options) if resume else (options, None)
     if options.checkpoints is not None and not resume:
         options.checkpoints.check_new()

@@ -63,7 +63,7 @@ def check_clipping(schedule: Schedule, options: RunOptions) -> None:
         raise FormatError(
             f"--clip-norm {options.clip_norm}: the schedule applies gradients before all are there; plan with --clip"
         )
-    if options.clip_norm is None and schedule.configuration.agree:
+    if options.clip_norm is None and schedule.configuration.agree and not options.is_scaled:
         raise FormatError(
             "--clip-norm is missing: the schedule was planned with --clip, for a largest norm that the run says"
         )

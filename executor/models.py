@@ -16,8 +16,8 @@ from executor.huggingface import make_workload
 from executor.workload import Workload, flat
 from planner.contract.errors import HarmonyError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Types that a whole model can be trained in; fewer bits keep float32 masters (optimizer.py)."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types that a whole model can be trained in; fewer bits keep float32 masters (optimizer.py), float16 scales its losses (scaling.py)."""
 
 
 def load_workload(spec: str, *, seed: int, data: Path | None = None, dtype: str = "") -> Workload:

@@ -42,6 +42,11 @@ class RunOptions:
     checkpoints: Checkpoints | None = None
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether the loss is scaled, as float16 needs it."""
+        return self.dtype == "float16"
+
+    @property
     def recipe(self) -> Recipe:
         """Which optimizer steps which parameters. Raises HarmonyError."""
         return self.given or recipe(self.optimizer, self.settings)

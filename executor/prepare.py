@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from executor.checkpoint import Progress, Writer, check_same_run, read_progress, restore
@@ -47,7 +48,8 @@ class Prepared:
     def save(self, steps: int, on_layer: Callable[[int], None] = lambda layer: None) -> None:
         """Write the checkpoint of what so many iterations left. Raises OSError."""
         assert self.writer is not None
-        self.writer.write(msgspec.structs.replace(self.progress, steps=steps), on_layer)
+        scale = tuple(self.store.scaling.tolist()) if self.rank.options.is_scaled else None
+        self.writer.write(msgspec.structs.replace(self.progress, steps=steps, scaling=scale), on_layer)
 
 
 def prepare(
@@ -83,8 +85,11 @@ def prepare(
         if options.weights is not None:
             fill_from(store, decomposition, open_weights(options.weights))
         if resumed is not None:
-            check_same_run(resumed, read_progress(resumed), progress)
+            saved = read_progress(resumed)
+            check_same_run(resumed, saved, progress)
             restore(store, decomposition, places, resumed)
+            if saved.scaling is not None:
+                store.scaling.copy_(torch.tensor(saved.scaling))
     dist.barrier()
     runner = Rank(rank, graph, schedule.hardware, workload, decomposition, places, store, options)
     dist.barrier()

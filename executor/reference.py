@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from executor.decompose import Decomposition, decompose
 from executor.meter import Meter
@@ -63,6 +64,7 @@ def train(
     masters = [p.detach().float() if has_master(p) else p for p in trained]
     meter.allocate(sum(m.nbytes for m, p in zip(masters, trained, strict=True) if m is not p), "masters")
     optimizer = options.recipe.make({str(i): master for i, master in enumerate(masters)})
+    scaler = _make_scaler(place) if options.is_scaled else None
     losses, seconds = [], []
     for iteration in range(options.steps):
         batch = draw_batch(workload, options.seed, iteration, minibatch)
@@ -79,11 +81,12 @@ def train(
                 seed_entry = partial(_seed_entry, options.seed, iteration, first)
                 with seeding_hooks(model, decomposition.entries, seed_entry):
                     loss = workload.loss(model, microbatch)
+                seed = share if scaler is None else share * scaler.get_scale()
                 if share:
-                    torch.autograd.backward([loss], [torch.full_like(loss, share)])
+                    torch.autograd.backward([loss], [torch.full_like(loss, seed)])
                 parts.append(loss.item())
                 del loss, microbatch
-            _step(optimizer, trained, masters, options.clip_norm)
+            _step(optimizer, trained, masters, options.clip_norm, scaler)
         losses.append(minibatch_loss(parts, shares))
         seconds.append(time.perf_counter() - started)
         on_iteration(iteration, losses[-1], seconds[-1])
@@ -91,20 +94,34 @@ def train(
     return PlainResult(tuple(losses), tuple(seconds), parameters, meter.peak_bytes)
 
 
+def _make_scaler(place: torch.device) -> GradScaler:
+    scaler = GradScaler(place.type)
+    # it makes its state when it first scales something
+    scaler.scale(torch.ones((), device=place))
+    return scaler
+
+
 def _step(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[Tensor],
     masters: Sequence[Tensor],
     clip_norm: float | None,
+    scaler: GradScaler | None,
 ) -> None:
     """One step, of the masters where parameters have them; no gradients are left."""
     with torch.no_grad():
         for parameter, master in zip(parameters, masters, strict=True):
             if master is not parameter and parameter.grad is not None:
                 master.grad, parameter.grad = parameter.grad.to(master.dtype), None
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(masters, clip_norm)
-        optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad(set_to_none=True)
         for parameter, master in zip(parameters, masters, strict=True):
             if master is not parameter:

@@ -323,6 +323,13 @@ class Rank:
         self.poll(lambda: self.store.done[node] > iteration)
         return float(self.store.agreed[0])
 
+    def wait_for_scale(self, iteration: int) -> float:
+        """What an iteration's losses are multiplied by: what the one before has left."""
+        if iteration > 0:
+            node = self.graph.node_of[Agree()]
+            self.poll(lambda: self.store.done[node] >= iteration)
+        return float(self.store.scaling[0])
+
     # ---- batches
 
     def feed(self, iteration: int, batch: dict[str, torch.Tensor]) -> None:

@@ -48,13 +48,15 @@ ENDLESS = sys.maxsize
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. gradient_norm: before clipping; None where nothing is clipped. learning_rates: of each group."""
+    """What a step did. gradient_norm: before clipping; None where nothing is clipped. learning_rates: of each group. is_skipped: a float16
+    gradient overflowed, and nothing was stepped."""
 
     step: int
     loss: float
     gradient_norm: float | None
     learning_rates: tuple[float, ...]
     seconds: float
+    is_skipped: bool = False
 
 
 class Session:
@@ -105,8 +107,8 @@ class Session:
             checkpoints=checkpoints,
         )
         check_optimizer(plan, options)
-        check_clipping(plan, options)
         options = as_planned(plan, options)
+        check_clipping(plan, options)
         if checkpoints is not None and not resume:
             checkpoints.check_new()
         options, resumed = resumed_options(options) if resume else (options, None)
@@ -173,7 +175,8 @@ class Session:
         self._steps += 1
         self._note_stepped()
         rates = tuple(float(group["lr"]) for group in settings)
-        return StepResult(self.done, loss, norm, rates, time.perf_counter() - started)
+        is_skipped = self._options.is_scaled and bool(self._ready.store.scaling[2])
+        return StepResult(self.done, loss, norm, rates, time.perf_counter() - started, is_skipped)
 
     def wait(self) -> None:
         """Until everything that the steps so far began is over, on all devices."""

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from executor import scaling
 from executor.decompose import Decomposition
 from executor.host import HostStore
 from executor.optimizer import MASTER
@@ -124,6 +125,7 @@ def fill(store: HostStore, decomposition: Decomposition) -> None:
         for name, target in store.buffers(i).items():
             target.copy_(decomposition.buffers[name])
     _fill_masters(store, decomposition)
+    scaling.reset(store.scaling)
 
 
 def _fill_masters(store: HostStore, decomposition: Decomposition) -> None:

@@ -211,7 +211,7 @@ def _clipping(configuration: Configuration) -> list[tuple[str, str]]:
     if not configuration.agree:
         return []
     seconds = format_seconds(configuration.agree_seconds)
-    return [("clipping", f"updates wait for the norm over all gradients, which takes {seconds}")]
+    return [("all gradients", f"updates wait for the norm over all gradients, which takes {seconds}")]
 
 
 def _phase(packs: Sequence[ForwardPack | BackwardPack], microbatches: tuple[Samples, ...]) -> str:

@@ -12,7 +12,7 @@ from planner.contract.errors import FormatError, HarmonyError
 from planner.contract.output import STANDARD, check_outputs
 
 DEVICES = ("virtual", "cuda")
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_OPTIMIZER = "adamw"
 
 DeviceOption = Annotated[
@@ -43,7 +43,7 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="TYPE",
-        help="float32 or bfloat16 (with float32 masters); as the model has it where not given.",
+        help="float32, bfloat16 or float16 (those with float32 masters); as the model has it where not given.",
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of weights, batches and dropout.")]

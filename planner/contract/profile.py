@@ -140,6 +140,11 @@ class Profile(Noun):
     schema: str = SCHEMA
 
 
+def is_scaled(profile: Profile) -> bool:
+    """Whether the loss is scaled up, since float16 gradients would vanish, and updates wait whether any overflowed."""
+    return "float16" in profile.dtype.split("+")
+
+
 def largest_microbatch(profile: Profile) -> tuple[int, int]:
     """The largest microbatch size that every layer was measured with: (forward, backward)."""
     forward = min(layer.forward[-1].microbatch_size for layer in profile.layers)

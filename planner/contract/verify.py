@@ -16,7 +16,7 @@ from planner.contract.errors import FormatError, InfeasibleError, VerifyError
 from planner.contract.hardware import Hardware, budget_bytes
 from planner.contract.memory import Peak, peaks
 from planner.contract.precedence import Graph
-from planner.contract.profile import Profile, model_hash
+from planner.contract.profile import Profile, is_scaled, model_hash
 from planner.contract.rules import Rules
 from planner.contract.schedule import Schedule
 
@@ -57,6 +57,10 @@ def check_belongs(schedule: Schedule, profile: Profile, hardware: Hardware) -> N
             raise FormatError(
                 f"$.profile.{name}: the schedule says {planned!r}, its profile {present!r}; plan again"
             )
+    if is_scaled(profile) and not schedule.configuration.agree:
+        raise FormatError(
+            "$.configuration.agree: false, but float16 gradients overflow, and updates must know of it; plan again"
+        )
     covered, layers = schedule.configuration.backward_packs[-1].last + 1, len(profile.layers)
     if covered != layers:
         raise FormatError(f"$.configuration.backward_packs: cover {covered} layers, the profile has {layers}")

@@ -144,7 +144,7 @@ class Bounds:
             reduced = gradients / max(rates) if rates else 0.0
         through_host = gradients / self._fastest_d2h + costs.host_update_seconds(0, 0)
         through_host += costs.weight_bytes(0, 0) / self._fastest_h2d
-        if self._problem.is_clipped:
+        if self._problem.agree:
             # by then the gradients of all layers have arrived, and their norm is known before any of them is applied
             return reduced + through_host + costs.norm_seconds()
         on_device = costs.device_update_seconds(0, 0)

@@ -114,7 +114,7 @@ def configure(problem: Problem, draft: Draft) -> Configuration:
         forward,
         tuple(backward),
         shape.replicas,
-        agree=problem.is_clipped,
+        agree=problem.agree,
     )
 
 
@@ -126,8 +126,8 @@ def why_not_resident(problem: Problem, num_replicas: int, first: int, end: int) 
     costs = problem.costs
     if not costs.gradient_bytes(first, end - 1):
         return ""
-    if problem.is_clipped:
-        return f"layers {first} to {end - 1} are trained with clipping, whose norm is known on the host"
+    if problem.agree:
+        return f"layers {first} to {end - 1} wait for a norm over all gradients, which is found on the host"
     if num_replicas > 1:
         return f"layers {first} to {end - 1} are trained by {num_replicas} replicas, which get new weights from the host"
     if costs.device_update_seconds(first, end - 1) is None:

@@ -53,14 +53,14 @@ class Result:
 class Problem:
     """A profile, a hardware cut to the devices in use, and a minibatch of samples.
 
-    is_clipped: updates wait until the norm over all gradients is known.
+    agree: updates wait until the norm over all gradients is known, for clipping or loss scaling.
     """
 
     profile: Profile
     hardware: Hardware
     minibatch: int
     num_devices: int
-    is_clipped: bool = False
+    agree: bool = False
     report: Callable[[Progress], None] = field(default=lambda _: None)
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from planner.contract.errors import FormatError, HarmonyError, InfeasibleError, VerifyError
 from planner.contract.fixed import Fixed
 from planner.contract.hardware import Hardware
-from planner.contract.profile import Profile
+from planner.contract.profile import Profile, is_scaled
 from planner.contract.schedule import Configuration, check_configuration
 from planner.contract.verify import check_host
 from planner.search.bounds import Bounds
@@ -115,7 +115,7 @@ def plan(
             f"use --mode any"
         )
     report = progress or (lambda _: None)
-    freedom = Freedom(activations == "any", activations == updates == "any" and not clip)
+    freedom = Freedom(activations == "any", activations == updates == "any" and not problem.agree)
     result = _Search(problem, shapes, freedom, top, time_limit_seconds, report).solve()
     # fewer devices have more of a shared link each: a plan that leaves one idle may be the faster one
     if problem.num_devices > 1 and result.schedule is not None:
@@ -159,7 +159,7 @@ def plan_fixed(
     started = time.monotonic()
     problem = _problem(profile, hardware, minibatch, num_devices, clip)
     configuration = fixed_configuration(problem, fixed) if isinstance(fixed, Fixed) else fixed
-    configuration = msgspec.structs.replace(configuration, agree=configuration.agree or clip)
+    configuration = msgspec.structs.replace(configuration, agree=configuration.agree or problem.agree)
     if (configuration.minibatch, configuration.num_devices) != (minibatch, problem.num_devices):
         raise FormatError(
             f"the configuration is for {configuration.minibatch} samples on {configuration.num_devices} devices, "
@@ -195,7 +195,7 @@ def _problem(
     available = len(hardware.devices)
     if num_devices is not None and not 1 <= num_devices <= available:
         raise HarmonyError(f"--devices {num_devices}: the hardware has {available}")
-    return Problem(profile, hardware, minibatch, num_devices or available, clip)
+    return Problem(profile, hardware, minibatch, num_devices or available, clip or is_scaled(profile))
 
 
 def _patience(problem: Problem) -> int:

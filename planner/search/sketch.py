@@ -256,10 +256,10 @@ class _Run:
                     out = max(d2h[owner][stage], stash_end[stage], ready) + task.gradient_bytes / d2h_rate
                     # the owner's are there for longest, and the other replicas wait for the owner
                     d2h[owner][stage] = gradients_free[k] = out
-                    if not problem.is_clipped:
+                    if not problem.agree:
                         done = max(host[owner][stage], out) + update_seconds[task.pack]
                         host[owner][stage] = self.updated[task.pack] = done
-            if problem.is_clipped:
+            if problem.agree:
                 self._update_agreed(host, max(max(lane) for lane in d2h), update_seconds)
             makespan = max(*compute, *(max(lane) for lane in host), *(max(lane) for lane in d2h))
             period = makespan - last_end

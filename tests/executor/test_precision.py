@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from executor import reference, scaling
 from executor.checkpoint import Checkpoints
 from executor.launch import run_schedule
 from executor.load import load
 from executor.optimizer import MASTER
 from executor.options import RunOptions
 from executor.reference import train
+from planner.contract.errors import FormatError
 from planner.contract.schedule import Schedule
+from planner.contract.verify import check_belongs
 from tests.executor.test_any_model import LR, STEPS, check_equals, each_layer_alone, run_here
 
 GPT2 = "hf:gpt2?n_layer=2&n_embd=32&n_head=2&vocab_size=64&n_positions=16&seq=16"
@@ -103,3 +110,74 @@ def test_weights_of_more_bits_are_rounded(schedule: Schedule, tmp_path: Path) ->
     save_file(narrow, tmp_path / "narrow.safetensors")
     theirs = run_schedule(schedule, replace(once, weights=tmp_path / "narrow.safetensors"))
     assert ours.losses == theirs.losses
+
+
+# ---- float16: losses are scaled, and a step whose gradients overflow is skipped
+
+
+def make_half(**changes: Any) -> RunOptions:
+    options = make_options(f"{GPT2}&tie_word_embeddings=False")
+    return replace(options, dtype="float16", steps=6, **changes)
+
+
+@pytest.fixture(scope="module")
+def half_schedule() -> Schedule:
+    schedule = each_layer_alone(make_half(), 1)
+    assert schedule.configuration.agree, "updates wait whether any gradient overflowed"
+    return schedule
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("initial", [65536.0, 2.0**40])
+def test_float16_is_bit_equal_to_plain_pytorch_with_torch_s_scaler(
+    half_schedule: Schedule, initial: float, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 16. From a scale that overflows for many steps, steps are skipped until it is low enough."""
+    monkeypatch.setattr(scaling, "INITIAL", initial)
+    monkeypatch.setattr(scaling, "GROWTH_INTERVAL", 2)
+    monkeypatch.setattr(
+        reference, "GradScaler", partial(torch.amp.GradScaler, init_scale=initial, growth_interval=2)
+    )
+    options = make_half(clip_norm=clip_norm)
+    losses, weights, decomposition = run_here(half_schedule, options)
+    samples = half_schedule.configuration.microbatches.backward
+    plain = train(options.load(), options, samples, decomposition=decomposition)
+    assert losses == list(plain.losses)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in plain.parameters.items())
+    before = options.load().model.state_dict()
+    is_moved = [not torch.equal(weights[name], before[name]) for name in plain.parameters]
+    assert any(is_moved) == (initial == 65536.0), "every step of six is skipped from 2^40"
+
+
+def test_scale_follows_torch_s_rule() -> None:
+    state = torch.empty(3)
+    scaling.reset(state)
+    assert scaling.agree(state, float("nan")) == 0.0
+    assert state.tolist() == [32768.0, 0.0, 1.0]
+    assert scaling.agree(state, 5.0) == 1 / 32768
+    assert state.tolist() == [32768.0, 1.0, 0.0]
+    for _ in range(scaling.GROWTH_INTERVAL - 1):
+        scaling.agree(state, 5.0)
+    assert state.tolist() == [65536.0, 0.0, 0.0]
+
+
+def test_a_resumed_run_goes_on_with_its_scale(half_schedule: Schedule, tmp_path: Path) -> None:
+    options = make_half()
+    whole = run_schedule(half_schedule, options)
+    saving = replace(options, checkpoints=Checkpoints(tmp_path / "checkpoints", 1))
+    run_schedule(half_schedule, replace(saving, steps=3))
+    record = json.loads((tmp_path / "checkpoints" / "step-00000003" / "run.json").read_text())
+    assert record["scaling"][0] <= 65536.0
+    rest = run_schedule(half_schedule, saving, resume=True)
+    assert rest.losses == whole.losses[3:]
+
+
+def test_float16_without_an_agreement_is_refused(half_schedule: Schedule) -> None:
+    configuration = msgspec.structs.replace(half_schedule.configuration, agree=False)
+    _, _, profile = load(make_half(), check=False)
+    with pytest.raises(FormatError, match=r"\$.configuration.agree: false, but float16 gradients overflow"):
+        check_belongs(
+            msgspec.structs.replace(half_schedule, configuration=configuration),
+            profile,
+            half_schedule.hardware,
+        )
