@@ -49,10 +49,11 @@ def measure_profile(
     device: torch.device | str = "cpu",
     device_name: str = "virtual",
     progress: Callable[[int, int], None] = lambda done, total: None,
+    notice: Callable[[str], None] = lambda line: None,
 ) -> contract.Profile:
     """The profile of a workload: seconds are medians of `repeats`, on a CPU with one thread, as it is run.
 
-    progress is told how many of how many measurements are done, one for each unique layer and size. Raises
+    notice is told what the cut changes of the model. progress is told how many of how many measurements are done, one for each unique layer and size. Raises
     HarmonyError for sizes below 1 and for times that cannot be true.
     """
     sizes = sorted(set(microbatch_sizes))
@@ -60,6 +61,8 @@ def measure_profile(
         raise HarmonyError(f"--microbatches {','.join(map(str, microbatch_sizes))}: sizes start at 1")
     chosen = recipe(optimizer, settings)
     decomposition = decompose(workload, workload.draw(torch.Generator().manual_seed(0), 2), patterns=patterns)
+    for line in decomposition.notices:
+        notice(line)
     if torch.device(device).type == "cuda":
         move_code(decomposition, torch.device(device))
     skeleton = structure(decomposition, spec, chosen, patterns)

@@ -73,6 +73,7 @@ def profile_command(
             repeats=repeats,
             device="cuda" if device == "cuda" else "cpu",
             device_name=_device_name(device),
+            notice=lambda line: terminal.complain(f"note: {line}"),
             progress=lambda done, total: advance(done, total, ""),
         )
     if output is not None:

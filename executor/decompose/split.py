@@ -25,6 +25,7 @@ from executor.decompose.effects import (
 )
 from executor.decompose.layers import BATCH, Boundary, DecomposeError, Decomposition, Layer, TensorName
 from executor.decompose.naming import LayerNames, check_patterns, layer_names
+from executor.decompose.notices import lost_hooks, switch_off_checkpointing
 from executor.decompose.trace import WRAPPED, Traced, trace
 from executor.workload import Workload
 
@@ -40,11 +41,14 @@ def decompose(
     whole and cut and compare. Raises DecomposeError.
     """
     check_patterns(workload.model, patterns)
+    first_notices = [*switch_off_checkpointing(workload.model), *lost_hooks(workload.model)]
     traced = trace(workload, batch)
     names = layer_names(workload.model, patterns, _calls(traced))
     assigned, titles = _assign(traced, names)
     assigned, titles, notices = _merge(traced, assigned, titles)
-    decomposition = _Splitter(workload, traced, assigned, titles, tuple(batch)).split(notices)
+    decomposition = _Splitter(workload, traced, assigned, titles, tuple(batch)).split(
+        [*first_notices, *notices]
+    )
     if check:
         from executor.decompose.check import check_cut
 
