@@ -19,6 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from executor.host import available_bytes
 from executor.streams import VirtualDevice
 from planner.contract import hardware as contract
 from planner.contract.errors import HarmonyError
@@ -184,7 +185,7 @@ def cuda_hardware(num_devices: int | None = None, name: str = "") -> Hardware:
             for link in sorted(set(links))
         ),
         # pinned pages cannot be swapped out: no more than is free now
-        Host(memory.total, memory.available, max(1, min(count, psutil.cpu_count(logical=False) or 1))),
+        Host(memory.total, available_bytes(), max(1, min(count, psutil.cpu_count(logical=False) or 1))),
         name or f"{count} x {torch.cuda.get_device_name(0)}",
         _peer_rates(devices),
     )

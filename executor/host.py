@@ -14,6 +14,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -25,6 +26,11 @@ from executor.structure import LayerPlaces, Place
 from planner.contract.errors import InfeasibleError
 from planner.contract.rules import Rules
 
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Where a container's limit and use are (cgroup v2, v1)."""
 PAGE = 4096
 WORD = 8
 NUM_WORDS = 3
@@ -89,9 +95,24 @@ def create_memory(nbytes: int) -> int:
     return descriptor
 
 
+def available_bytes() -> int:
+    """Host memory that this process may still take: what is free, and what its container leaves."""
+    memory = psutil.virtual_memory()
+    free: int = memory.available
+    for limit, used in CGROUPS:
+        try:
+            left = int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):  # there is none, or it says "max"
+            continue
+        # a limit beyond all memory is none
+        if left < memory.total:
+            free = min(free, max(left, 0))
+    return free
+
+
 def check_free(nbytes: int, what: str) -> None:
     """Raise InfeasibleError where the host has less free memory."""
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     if nbytes > available:
         raise InfeasibleError(
             f"host: {what} needs {nbytes} bytes of memory, {available} are free; "

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from executor.load import as_planned, check_clipping, check_optimizer, load
+from executor.machine import check_machine
 from executor.options import RunOptions
 from executor.prepare import prepare, resumed_options
 from executor.record import merge
@@ -111,6 +112,7 @@ def run_schedule(
     check_outputs(trace_path, weights_out)
     options = as_planned(schedule, options)
     check_clipping(schedule, options)
+    check_machine(schedule, options.device)
     options, resumed = resumed_options(options) if resume else (options, None)
     if options.checkpoints is not None and not resume:
         options.checkpoints.check_new()

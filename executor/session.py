@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from executor.checkpoint import Checkpoints
 from executor.launch import PATIENCE
 from executor.load import as_planned, check_clipping, check_optimizer, cut
+from executor.machine import check_machine
 from executor.models import DTYPES
 from executor.optimizer import recipe_of
 from executor.options import DeviceKind, RunOptions
@@ -109,6 +110,7 @@ class Session:
         check_optimizer(plan, options)
         options = as_planned(plan, options)
         check_clipping(plan, options)
+        check_machine(plan, device)
         if checkpoints is not None and not resume:
             checkpoints.check_new()
         options, resumed = resumed_options(options) if resume else (options, None)

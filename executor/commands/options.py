@@ -64,10 +64,15 @@ Output = Annotated[
 Size = str | None
 
 
-def check_device(device: str) -> None:
-    """Raise HarmonyError where there is no such device."""
+def check_device_name(device: str) -> None:
+    """Raise FormatError where there is no such kind of device."""
     if device not in DEVICES:
         raise FormatError(f"--device {device}: use one of {', '.join(DEVICES)}")
+
+
+def check_device(device: str) -> None:
+    """Raise HarmonyError where there is no such device."""
+    check_device_name(device)
     if device == "cuda":
         import torch
 

@@ -184,7 +184,7 @@ def test_tensor_outlives_the_store() -> None:
 
 def test_too_little_free_memory_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 25."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12345))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12345, total=1 << 60))
     with pytest.raises(HarmonyError, match="needs 99999 bytes of memory, 12345 are free") as caught:
         create_memory(99999)
     assert "\n" not in str(caught.value)
