@@ -1,4 +1,4 @@
-"""`harmony-planner`: plan, verify, simulate, show, compare.
+"""`harmony-planner`: plan, verify, simulate, show, compare, calibrate.
 
 Results for people on stdout, progress on stderr. Exit status 0; 1 where a check that was asked for does not
 hold; 2 for bad input or an infeasible problem, with one line on stderr.
@@ -314,6 +314,45 @@ def show_command(schedule_file: ScheduleFile, as_json: Json = False) -> None:
         _print_json(_schedule_json(schedule))
     else:
         _show(render.schedule_summary(schedule))
+
+
+@app.command("calibrate")
+def calibrate_command(
+    profile_file: ProfileFile,
+    schedule_file: ScheduleFile,
+    trace_file: Annotated[
+        str, typer.Argument(metavar="TRACE", help="Of a run of the schedule; - reads standard input.")
+    ],
+    output: Output = None,
+    hardware_output: Annotated[
+        str | None,
+        typer.Option("--hardware-output", metavar="PATH", help="Where to write the links as measured."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Correct a profile and links by a run's trace, so that the next plan is nearer to the truth."""
+    _check_output(output, as_json)
+    check_outputs(hardware_output)
+    _check_one_standard_input(profile_file, schedule_file, trace_file)
+    profile, schedule = store.load_profile(profile_file), store.load_schedule(schedule_file)
+    from planner.calibrate import calibrate
+
+    found = calibrate(profile, schedule, store.load_trace(trace_file))
+    if output is not None:
+        store.save(found.profile, output)
+    if hardware_output is not None:
+        store.save(found.hardware, hardware_output)
+    if as_json:
+        _print_json(
+            {
+                "planned_seconds": found.planned_seconds,
+                "measured_seconds": found.measured_seconds,
+                "corrected_seconds": found.corrected_seconds,
+                "factors": [asdict(factors) for factors in found.factors],
+            }
+        )
+    else:
+        _show(render.calibration(found, profile), to_stderr=output == STANDARD)
 
 
 @app.command("compare")

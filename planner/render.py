@@ -16,6 +16,7 @@ from rich.text import Text
 from planner.compare import Comparison, Pair
 from planner.contract.actions import Action, Backward, Forward, Lane
 from planner.contract.hardware import budget_bytes
+from planner.contract.profile import Profile
 from planner.contract.schedule import (
     BackwardPack,
     Configuration,
@@ -29,6 +30,7 @@ from planner.contract.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from planner.baselines import Baseline
+    from planner.calibrate import Calibration
     from planner.explain import Answer
     from planner.frontier import Point
     from planner.search import Result
@@ -168,6 +170,25 @@ def comparison_result(comparison: Comparison, tolerance: float) -> RenderableTyp
     faults = [f"does not hold: {fault}" for fault in comparison.faults(tolerance)]
     holds = f"holds: time within {tolerance:.1%}, no peak above its plan, {comparison.swap_rule}"
     return _spaced(*parts, Text("\n".join(faults or [holds])))
+
+
+def calibration(found: Calibration, profile: Profile) -> RenderableType:
+    """`calibrate`: what was corrected, and what that does to the prediction of the schedule that was run."""
+    table = Table(title="seconds of layers, times what was profiled", title_justify="left", box=None)
+    for name in ("layers", "forward", "backward", "update"):
+        table.add_column(name, justify="left" if name == "layers" else "right")
+    for factors, indices in groupby(range(len(found.factors)), key=lambda i: found.factors[i]):
+        first, *more = indices
+        names = profile.layers[first].name + (f" to {profile.layers[more[-1]].name}" if more else "")
+        cells = (factors.forward, factors.backward, factors.update)
+        table.add_row(names, *(f"{factor:.2f}" for factor in cells))
+    measured = found.measured_seconds
+    line = (
+        f"an iteration took {format_seconds(measured)}; planned were {format_seconds(found.planned_seconds)} "
+        f"({found.planned_seconds / measured - 1:+.1%}), with the corrections {format_seconds(found.corrected_seconds)} "
+        f"({found.corrected_seconds / measured - 1:+.1%})"
+    )
+    return _spaced(table, Text(line))
 
 
 # ---- parts

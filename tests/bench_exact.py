@@ -2,7 +2,7 @@
 
 Each model is trained for 20 steps by plain PyTorch in the schedule's microbatches, and by a schedule of packs of one
 layer each on one device, a pipeline of two, two replicas, two replicas of a pipeline of two, and a reflected pipeline.
-A cell is `equal` (losses and parameters, bit for bit) or the largest relative difference of a loss, with `!` behind
+A cell is `equal` (losses and parameters, bit for bit), `losses equal` or the largest relative difference of a loss, with `!` behind
 what is beyond its gate: 1e-5 in float32 and 1e-3 in bfloat16 for losses, and in float32 0.01 x lr x steps for
 parameters; on one device nothing but equal, where no reason below is given.
 """
@@ -55,6 +55,12 @@ class Difference:
     @property
     def is_equal(self) -> bool:
         return self.loss == 0.0 and self.parameter == 0.0
+
+    @property
+    def text(self) -> str:
+        if self.is_equal:
+            return "equal"
+        return f"{self.loss:.0e}" if self.loss else "losses equal"
 
     def holds(self, place: str, dtype: str, reason: str) -> bool:
         """Whether it is within the gates."""
@@ -126,7 +132,7 @@ def main() -> int:
                     continue
                 holds = found.holds(place, dtype, reason)
                 num_beyond += not holds
-                cell = "equal" if found.is_equal else f"{found.loss:.0e}"
+                cell = found.text
                 if not found.is_equal and reason:
                     reasons.add(reason)
                 cells.append(cell if holds else f"{cell}!")

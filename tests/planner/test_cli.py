@@ -287,10 +287,21 @@ def test_compare_draws_a_picture(run: Run, files: Path) -> None:
     assert (files / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_calibrate_writes_a_better_profile(run: Run, files: Path) -> None:
+    done = run("calibrate", "profile", "schedule", "slow", "-o", "better", "--hardware-output", "links")
+    assert done.status == 0, done.err
+    assert "with the corrections" in done.out
+    before, after = store.load_profile(files / "profile"), store.load_profile(files / "better")
+    assert after.layers[0].forward[0].seconds > before.layers[0].forward[0].seconds
+    assert store.load_hardware(files / "links").devices == store.load_hardware(files / "hardware").devices
+    found = json.loads(run("calibrate", "profile", "schedule", "slow", "--json").out)
+    assert len(found["factors"]) == len(before.layers)
+
+
 def test_help_names_every_command(run: Run) -> None:
     done = run("--help")
     assert done.status == 0
-    for command in ("plan", "verify", "simulate", "show", "compare"):
+    for command in ("plan", "verify", "simulate", "show", "compare", "calibrate"):
         assert f"  {command}" in done.out
 
 
@@ -353,6 +364,10 @@ REFUSED = {
     "a picture without times": (
         ("compare", "schedule", "run", "--picture", "x.png"),
         "--picture x.png: a schedule has no times",
+    ),
+    "a simulated trace to calibrate with": (
+        ("calibrate", "profile", "schedule", "trace"),
+        "the trace is simulated",
     ),
     "a simulated trace as measured": (("compare", "trace", "trace"), "the second trace is simulated"),
     "a model that fits nowhere": ((*PLAN, "--memory", "300"), "layer 1 (b) alone needs"),
