@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format schema golden bench-exact bench-executor bench-kinds bench-planner gpu-test clean
+.PHONY: help venv demo test check format schema golden bench-exact bench-executor bench-overhead bench-kinds bench-planner gpu-test clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F '\t' '{ printf "  %-16s %s\n", $$1, $$2 }'
@@ -111,6 +111,9 @@ bench-executor: $(READY) ## planned against measured (make demo first): paced wi
 		$(EXECUTOR) run $(DEMO)/$$devices/schedule.json --data . --device virtual --unpaced --steps 4 -o $(BENCH)/unpaced$$devices.json || exit 1; \
 		$(PLANNER) compare $(DEMO)/$$devices/planned.json $(BENCH)/unpaced$$devices.json --tolerance 10% | head -2; \
 	done; exit $$failed
+
+bench-overhead: $(READY) ## what replaying costs beside a plain loop on one device where everything stays: at most 3 %
+	$(BIN)/python -m tests.bench_overhead
 
 # more arguments, e.g. --model gpt2 --dtype float32
 EXACT_FLAGS ?=

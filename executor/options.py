@@ -18,7 +18,8 @@ DeviceKind = Literal["virtual", "cuda"]
 class RunOptions:
     """model: a spec for models.load_workload. settings: the optimizer's arguments by torch.optim's names.
 
-    paced: on virtual devices actions take their planned seconds; without, as long as they take.
+    paced: on virtual devices actions take their planned seconds; without, as long as they take. metered: what compute
+    allocates counts against their budget; without, it costs no time to look at.
     clip_norm: the largest norm over all gradients; larger ones are scaled down to it.
     dtype: what the model is rounded to; as it is where empty.
     given: how parameters are stepped, instead of `optimizer` and `settings`.
@@ -33,6 +34,7 @@ class RunOptions:
     seed: int = 0
     data: Path | None = None
     paced: bool = True
+    metered: bool = True
     patterns: tuple[str, ...] = ()
     clip_norm: float | None = None
     dtype: str = ""

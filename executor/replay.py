@@ -90,6 +90,7 @@ class Rank:
             num_devices,
             store,
             paced=options.paced,
+            metered=options.metered,
             on_memory=self.recorder.memory,
         )
         self.memory = DeviceMemory(self.device)

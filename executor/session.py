@@ -78,12 +78,14 @@ class Session:
         checkpoint_every: int = 0,
         resume: bool = False,
         paced: bool = False,
+        metered: bool = True,
         count: Callable[[Any], float] | None = None,
     ) -> None:
         """loss(model, batch): the mean over the samples of the batch it is given; it calls the model. count(batch): how
         many items that mean is over where it is not over samples, as tokens that count. example: a batch
         of the planned minibatch, its tensors with samples first. seed: of dropout. checkpoint, checkpoint_every,
-        resume: as `harmony-executor run` has them; `done` then says how many steps need no batch any more.
+        resume: as `harmony-executor run` has them; `done` then says how many steps need no batch any more. paced, metered:
+        of virtual devices, as RunOptions has them.
 
         Raises HarmonyError where schedule, model, optimizer or machine do not belong together.
         """
@@ -103,6 +105,7 @@ class Session:
             settings={},
             seed=seed,
             paced=paced,
+            metered=metered,
             clip_norm=clip_norm,
             given=recipe_of(optimizer, names),
             checkpoints=checkpoints,

@@ -107,9 +107,11 @@ class VirtualDevice:
         store: HostStore | None,
         *,
         paced: bool,
+        metered: bool = True,
         on_memory: Callable[[int], None] | None = None,
     ) -> None:
         torch.set_num_threads(1)
+        self._metered = metered
         self.index = index
         self._hardware = hardware
         self._paced = paced
@@ -146,7 +148,7 @@ class VirtualDevice:
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        if stream != "compute":
+        if stream != "compute" or not self._metered:
             yield
             return
         with self.meter:
@@ -362,9 +364,12 @@ def make_device(
     store: HostStore | None,
     *,
     paced: bool,
+    metered: bool = True,
     on_memory: Callable[[int], None] | None = None,
 ) -> Device:
     """The device of a rank. Raises HarmonyError where there is none."""
     if kind == "cuda":
         return CudaDevice(index, hardware, store)
-    return VirtualDevice(index, hardware, num_devices, store, paced=paced, on_memory=on_memory)
+    return VirtualDevice(
+        index, hardware, num_devices, store, paced=paced, metered=metered, on_memory=on_memory
+    )
