@@ -13,6 +13,7 @@ on meanwhile and nothing is copied.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -40,6 +41,8 @@ BUFFER = "buffer/"
 """Buffers that layers change and that the model's state_dict leaves out lie with the optimizer's states."""
 
 _STEP = re.compile(r"step-(\d{8,})")
+_OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}\.tmp")
+_STATES = re.compile(r"optimizer-(\d{5,})-of-\d{5,}\.safetensors")
 
 
 class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,13 +75,21 @@ class Checkpoints:
         """What the checkpoint after so many iterations is called."""
         return f"step-{steps:08d}"
 
-    def check_new(self) -> None:
-        """Raise FormatError where the folder cannot be made or holds another run's checkpoints."""
-        if not self.folder.exists():
+    def check_place(self) -> None:
+        """Raise FormatError where no checkpoint can be written there."""
+        if not self.folder.exists() and not self.folder.is_symlink():
             check_outputs(self.folder)
             return
         if not self.folder.is_dir():
             raise FormatError(f"--checkpoint {self.folder}: is no folder; name another one")
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise FormatError(f"--checkpoint {self.folder}: cannot be written to; name another folder")
+        for path in self.folder.iterdir():
+            if _OURS.fullmatch(path.name) and not path.is_dir():
+                raise FormatError(f"{path}: is no folder, but named like a checkpoint; remove it")
+
+    def check_new(self) -> None:
+        """Raise FormatError where the folder holds another run's checkpoints."""
         found = self.newest()
         if found is not None:
             raise FormatError(
@@ -108,11 +119,18 @@ def read_progress(path: Path) -> Progress:
         raise FormatError(f"{file}: {error}; {_remedy(path)}") from None
     if progress.schema != SCHEMA:
         raise FormatError(f"{file}: its schema is {progress.schema!r}, this version reads {SCHEMA!r}")
+    if Checkpoints.name(progress.steps) != path.name:
+        raise FormatError(
+            f"{file}: says {progress.steps} iterations, its folder is {path.name}; {_remedy(path)}"
+        )
     return progress
 
 
 def _remedy(path: Path) -> str:
-    return f"remove {path} to resume from the checkpoint before it"
+    others = [p for p in Checkpoints(path.parent)._found() if p.name < path.name]
+    if others:
+        return f"remove {path} to resume from {others[-1].name}"
+    return f"there is no checkpoint before it: remove {path} to begin anew"
 
 
 def check_same_run(path: Path, saved: Progress, ours: Progress) -> None:
@@ -145,8 +163,22 @@ class Writer:
         self._places = places
         self._state = state
         checkpoints.folder.mkdir(exist_ok=True)
+        # held as long as this process lives
+        self._folder = os.open(checkpoints.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._folder)
+            raise HarmonyError(
+                f"--checkpoint {checkpoints.folder}: another run writes its checkpoints there; wait for its end, "
+                f"or name another folder"
+            ) from None
         for path in checkpoints.folder.glob(".step-*.tmp"):
             shutil.rmtree(path)
+
+    def close(self) -> None:
+        """Let another run write to the folder."""
+        os.close(self._folder)
 
     def write(self, progress: Progress, on_layer: Callable[[int], None] = lambda layer: None) -> None:
         """One checkpoint. on_layer(layer) is called when this layer and all later ones are on disk.
@@ -203,7 +235,10 @@ def restore(
 
     Raises FormatError, naming the file, where it lacks one or has another shape or type.
     """
-    fill_from(store, decomposition, open_weights(path))
+    try:
+        fill_from(store, decomposition, open_weights(path))
+    except FormatError as error:
+        raise FormatError(f"{error}; {_remedy(path)}") from None
     states = store.states()
     for layer, file in _optimizer_files(path):
         if layer >= len(places):
@@ -221,7 +256,7 @@ def restore(
                         copy_checked(target, tensors.get_tensor(name), f"{file}: {name}")
                     elif not name.startswith(BUFFER):
                         raise FormatError(f"{file}: {name} is missing; {_remedy(path)}")
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise FormatError(f"{file}: {error}; {_remedy(path)}") from None
     missing = {i for i, place in enumerate(places) if place.states} - {i for i, _ in _optimizer_files(path)}
     if missing:
@@ -229,8 +264,10 @@ def restore(
 
 
 def _optimizer_files(path: Path) -> Iterator[tuple[int, Path]]:
-    for file in sorted(path.glob("optimizer-*-of-*.safetensors")):
-        yield int(file.name.split("-")[1]) - 1, file
+    for file in sorted(path.iterdir()):
+        match = _STATES.fullmatch(file.name)
+        if match is not None and int(match[1]) > 0:
+            yield int(match[1]) - 1, file
 
 
 def _write(path: Path, content: bytes) -> None:

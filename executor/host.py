@@ -33,7 +33,7 @@ CGROUPS = (
 """Where a container's limit and use are (cgroup v2, v1)."""
 PAGE = 4096
 WORD = 8
-NUM_WORDS = 3
+NUM_WORDS = 4
 """Control words that every store has."""
 
 
@@ -57,9 +57,9 @@ def plan_store(rules: Rules, decomposition: Decomposition, num_nodes: int) -> St
     costs, last = rules.costs, rules.costs.num_layers - 1
     devices = rules.configuration.num_devices
     microbatches = len(rules.backward_samples)
-    # failed, batches, saved, busy[device][direction], done[node], begun[node]; shares as float64, losses and agreed as float32
+    # failed, batches, saved, has_batch, busy[device][direction], calls[device], done[node], begun[node]; shares as float64, losses and agreed as float32
     end = _page(
-        WORD * (NUM_WORDS + 2 * devices + 2 * num_nodes + 2 * microbatches) + 4 * (2 * microbatches + 5)
+        WORD * (NUM_WORDS + 3 * devices + 2 * num_nodes + 2 * microbatches) + 4 * (2 * microbatches + 5)
     )
     offsets = []
     for nbytes in (costs.weight_bytes(0, last), costs.gradient_bytes(0, last), costs.state_bytes(0, last)):
@@ -138,12 +138,14 @@ class HostStore:
         self._rules = rules
         self._decomposition = decomposition
         self._places = places
-        nodes = NUM_WORDS + 2 * layout.num_devices
+        calls = NUM_WORDS + 2 * layout.num_devices
+        nodes = calls + layout.num_devices
         shares = WORD * (nodes + 2 * layout.num_nodes)
         losses = shares + WORD * 2 * layout.num_microbatches
         words = memoryview(self._map)[:shares].cast("q")
         self._words = words
-        self.busy = words[NUM_WORDS:nodes]
+        self.busy = words[NUM_WORDS:calls]
+        self.calls = words[calls:nodes]
         self.done = words[nodes : nodes + layout.num_nodes]
         self.begun = words[nodes + layout.num_nodes :]
         self.shares = self._tensor(shares, (2, layout.num_microbatches), torch.float64)
@@ -183,6 +185,15 @@ class HostStore:
     @num_batches.setter
     def num_batches(self, value: int) -> None:
         self._words[1] = value
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether another batch follows, in a loop over batches that rank 0 has."""
+        return self._words[3] != 0
+
+    @has_batch.setter
+    def has_batch(self, value: bool) -> None:
+        self._words[3] = int(value)
 
     @property
     def num_saved(self) -> int:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from executor.load import as_planned, check_clipping, check_optimizer, load
 from executor.machine import check_machine
 from executor.options import RunOptions
-from executor.prepare import prepare, resumed_options
+from executor.prepare import check_checkpoints, prepare, resumed_options
 from executor.record import merge
 from executor.recorder import RankRecord
 from executor.replay import Aborted
@@ -113,9 +113,8 @@ def run_schedule(
     options = as_planned(schedule, options)
     check_clipping(schedule, options)
     check_machine(schedule, options.device)
+    check_checkpoints(options, resume)
     options, resumed = resumed_options(options) if resume else (options, None)
-    if options.checkpoints is not None and not resume:
-        options.checkpoints.check_new()
     job = Job(files.encode(schedule), options, weights_out, resumed)
     note = progress or _note_nothing
     is_rank = "RANK" in os.environ

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -59,6 +60,9 @@ def check_model(schedule: Schedule, profile: Profile) -> None:
 
 def check_clipping(schedule: Schedule, options: RunOptions) -> None:
     """Raise FormatError where a schedule clips gradients and the run does not, or the other way round."""
+    norm = options.clip_norm
+    if norm is not None and not (isinstance(norm, int | float) and 0 < norm < math.inf):
+        raise FormatError(f"clip_norm {norm!r}: must be a number, finite and above 0")
     if options.clip_norm is not None and not schedule.configuration.agree:
         raise FormatError(
             f"--clip-norm {options.clip_norm}: the schedule applies gradients before all are there; plan with --clip"

@@ -67,7 +67,7 @@ def prepare(
     check_microbatches(rules)
     graph = Graph(parse_program(schedule.programs.train), rules)
     check_program(graph)
-    _check_checkpoints(rules, options)
+    _check_residents(rules, options)
     rank = dist.get_rank()
     places = layer_places(decomposition, options.recipe)
     store = _share_store(rank, rules, decomposition, len(graph.actions), places)
@@ -90,19 +90,29 @@ def prepare(
             restore(store, decomposition, places, resumed)
             if saved.scaling is not None:
                 store.scaling.copy_(torch.tensor(saved.scaling))
-    dist.barrier()
-    runner = Rank(rank, graph, schedule.hardware, workload, decomposition, places, store, options)
-    dist.barrier()
     writer = None
     if rank == 0 and options.checkpoints is not None:
         writer = Writer(options.checkpoints, store, decomposition, places, state)
+    dist.barrier()
+    runner = Rank(rank, graph, schedule.hardware, workload, decomposition, places, store, options)
+    dist.barrier()
     return Prepared(workload, decomposition, graph, store, state, runner, progress, writer)
+
+
+def check_checkpoints(options: RunOptions, resume: bool) -> None:
+    """Raise HarmonyError where checkpoints cannot be written, or another run's are there."""
+    if options.checkpoints is None:
+        if resume:
+            raise HarmonyError("--resume: from which folder? say --checkpoint FOLDER")
+        return
+    options.checkpoints.check_place()
+    if not resume:
+        options.checkpoints.check_new()
 
 
 def resumed_options(options: RunOptions) -> tuple[RunOptions, Path | None]:
     """What is left to do, and the checkpoint to go on from; all, and None, where there is none yet."""
-    if options.checkpoints is None:
-        raise HarmonyError("--resume: from which folder? say --checkpoint FOLDER")
+    assert options.checkpoints is not None
     newest = options.checkpoints.newest()
     if newest is None:
         return options, None
@@ -114,7 +124,7 @@ def resumed_options(options: RunOptions) -> tuple[RunOptions, Path | None]:
     return replace(options, done=done, steps=options.steps - done, weights=None), newest
 
 
-def _check_checkpoints(rules: Rules, options: RunOptions) -> None:
+def _check_residents(rules: Rules, options: RunOptions) -> None:
     """Raise HarmonyError where the host has no weights to save before the run ends."""
     checkpoints = options.checkpoints
     if checkpoints is None or not 0 < checkpoints.every < options.steps:

@@ -165,6 +165,9 @@ class Rank:
 
         self._guard(raise_it)
         self._join(self._threads)
+        for over in self._over.values():
+            over.put(None)
+        self._join(self._finishers)
 
     def compute(self, iteration: int) -> None:
         """Run the compute stream's part of an iteration. Raises the first failure of this rank, or Aborted."""

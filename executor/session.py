@@ -36,12 +36,14 @@ from executor.machine import check_machine
 from executor.models import DTYPES
 from executor.optimizer import recipe_of
 from executor.options import DeviceKind, RunOptions
-from executor.prepare import prepare, resumed_options
+from executor.prepare import check_checkpoints, prepare, resumed_options
 from executor.weights import attach, layer_state
 from executor.workload import flat
 from planner.contract import store as files
 from planner.contract.errors import HarmonyError
 from planner.contract.schedule import Schedule
+
+CALLS = ("step", "batches", "wait", "state_dict", "close")
 
 ENDLESS = sys.maxsize
 """Steps of a session: nobody knows how many will come."""
@@ -93,9 +95,15 @@ class Session:
         self._plan, self._model, self._optimizer = plan, model, optimizer
         self._example = example
         self._batch: Any = None
-        self._steps = 0
+        self._steps = self._num_calls = 0
         self._is_open = True
-        names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        names = {id(p): name for name, p in model.named_parameters()}
+        if device not in ("virtual", "cuda"):
+            raise HarmonyError(f"device {device!r}: use virtual or cuda")
+        if checkpoint_every < 0 or (checkpoint_every and checkpoint is None):
+            raise HarmonyError(
+                f"checkpoint_every {checkpoint_every}: 0 or more, and with a checkpoint folder to write to"
+            )
         checkpoints = None if checkpoint is None else Checkpoints(Path(checkpoint), checkpoint_every)
         options = RunOptions(
             plan.profile.model.spec or plan.profile.model.name,
@@ -114,21 +122,34 @@ class Session:
         options = as_planned(plan, options)
         check_clipping(plan, options)
         check_machine(plan, device)
-        if checkpoints is not None and not resume:
-            checkpoints.check_new()
+        check_checkpoints(options, resume)
         options, resumed = resumed_options(options) if resume else (options, None)
         # steps that an earlier run has done do not end this one
         self._options = replace(options, steps=ENDLESS)
         self._owns_group = _join_group(plan.configuration.num_devices)
-        if device == "virtual":
+        self._rank = dist.get_rank()
+        try:
+            self._open(loss, count, resumed)
+        except BaseException:
+            self._leave_group()
+            raise
+
+    def _open(
+        self,
+        loss: Callable[[nn.Module, Any], Tensor],
+        count: Callable[[Any], float] | None,
+        resumed: Path | None,
+    ) -> None:
+        model, options = self._model, self._options
+        if options.device == "virtual":
             torch.set_num_threads(1)
         dtype = DTYPES.get(options.dtype)
         if dtype is not None:
             model.to(dtype)
         model.train()
         workload = flat(model, self._draw, loss, dtype=dtype, count=count)
-        loaded = cut(workload, self._options, check=dist.get_rank() == 0)
-        self._ready = prepare(plan, self._options, *loaded, resumed=resumed)
+        loaded = cut(workload, options, check=self.is_first)
+        self._ready = prepare(self._plan, options, *loaded, resumed=resumed)
         attach(self._ready.store, self._ready.decomposition)
         if self.done:
             self._note_stepped()
@@ -142,16 +163,21 @@ class Session:
     @property
     def is_first(self) -> bool:
         """Whether this process is rank 0, the one whose batches count and which may print."""
-        return dist.get_rank() == 0
+        return self._rank == 0
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The loader's batches on rank 0, None as often on the others; their loaders are not touched."""
         batches = iter(loader) if self.is_first else iter(())
+        store = self._ready.store
         while True:
             batch = next(batches, _NOTHING)
-            box = [batch is not _NOTHING]
-            dist.broadcast_object_list(box, src=0)
-            if not box[0]:
+            if self.is_first:
+                store.has_batch = batch is not _NOTHING
+            self._meet("batches")
+            has_batch = store.has_batch
+            # nobody overwrites that before all have read it
+            self._meet("batches")
+            if not has_batch:
                 return
             yield batch if self.is_first else None
 
@@ -161,6 +187,7 @@ class Session:
         Raises HarmonyError (a batch of another shape), torch.OutOfMemoryError, or Aborted where another rank failed.
         """
         self._check_open()
+        self._say("step")
         started, rank, k = time.perf_counter(), self._ready.rank, self._steps
         settings = [
             {key: value for key, value in group.items() if key != "params"}
@@ -169,13 +196,14 @@ class Session:
         rank.set_group_settings(k, settings)
         try:
             if self.is_first:
+                if batch is None:
+                    raise HarmonyError("step() without a batch: on rank 0 it needs one")
                 rank.feed(k, self._read(batch))
             with _own_random_numbers():
                 rank.compute(k)
             loss, norm = rank.wait_for_loss(k), rank.wait_for_norm(k)
         except BaseException as error:
-            self._is_open = False
-            rank.fail(error)
+            self._fail(error)
             raise
         self._steps += 1
         self._note_stepped()
@@ -184,41 +212,85 @@ class Session:
         return StepResult(self.done, loss, norm, rates, time.perf_counter() - started, is_skipped)
 
     def wait(self) -> None:
-        """Until everything that the steps so far began is over, on all devices."""
+        """Until everything that the steps so far began is over, on all devices. Every rank has to ask."""
         self._check_open()
+        self._meet("wait")
         if self._steps:
             self._ready.rank.poll(lambda: self._ready.rank.is_over(self._steps - 1))
-        dist.barrier()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the weights and buffers by the model's own names. Every rank has to ask."""
         self.wait()
         self._ready.rank.residents.write_back()
-        dist.barrier()
+        self._meet("state_dict")
         found: dict[str, Tensor] = {}
         for layer in range(len(self._ready.decomposition.layers)):
             found |= layer_state(self._ready.store, self._ready.decomposition, self._ready.state, layer)
-        dist.barrier()
+        self._meet("state_dict")
         return {name: found[name] for name in self._model.state_dict() if name in found}
 
     def close(self) -> None:
         """Wait for all that has begun, save the last checkpoint, and leave the weights in the model."""
         if not self._is_open:
             return
-        self.wait()
+        try:
+            self._meet("close")
+            self.wait()
+            rank = self._ready.rank
+            rank.close(self._steps)
+            rank.finish()
+            self._meet("close")
+            self._save_last()
+            self._meet("close")
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._is_open = False
-        rank = self._ready.rank
-        rank.close(self._steps)
-        rank.finish()
-        dist.barrier()
+        self._leave()
+
+    def _save_last(self) -> None:
+        """What the last step left, unless that is saved already."""
         checkpoints = self._options.checkpoints
         if self._ready.writer is not None and checkpoints is not None and self._steps:
             newest = checkpoints.newest()
             if newest is None or newest.name != checkpoints.name(self.done):
                 self._ready.save(self.done)
-        dist.barrier()
-        if self._owns_group:
+
+    def _fail(self, error: BaseException) -> None:
+        self._is_open = False
+        self._ready.rank.fail(error)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._ready.writer is not None:
+            self._ready.writer.close()
+        self._leave_group()
+
+    def _leave_group(self) -> None:
+        if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _say(self, what: str) -> None:
+        """Tell the other ranks what this one does next."""
+        self._num_calls += 1
+        self._ready.store.calls[self._rank] = self._num_calls * len(CALLS) + CALLS.index(what)
+
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks. Raises HarmonyError where one does something else in its place: it would wait for ever."""
+        self._say(what)
+        number = self._num_calls
+
+        def are_here() -> bool:
+            others = [divmod(word, len(CALLS)) for word in self._ready.store.calls]
+            for other, (at, call) in enumerate(others):
+                if at == number and CALLS[call] != what:
+                    raise HarmonyError(
+                        f"rank {self._rank} is in {what} where rank {other} is in {CALLS[call]}: every rank has to make "
+                        f"the same calls of the session in the same order"
+                    )
+            return all(at >= number for at, _ in others)
+
+        self._ready.rank.poll(are_here)
 
     def __enter__(self) -> Self:
         return self
@@ -229,8 +301,7 @@ class Session:
         if error is None:
             self.close()
         elif self._is_open:
-            self._is_open = False
-            self._ready.rank.fail(error)
+            self._fail(error)
 
     def _note_stepped(self) -> None:
         """Schedulers look whether the optimizer they belong to has stepped."""

@@ -7,6 +7,7 @@ safetensors file that `model.load_state_dict` takes.
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from executor import scaling
@@ -50,11 +51,11 @@ def open_weights(path: Path) -> Source:
         opened = _opened(path)
         return Source(path, frozenset(opened.keys()), opened.get_tensor)
     try:
-        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        # files of the older format cannot be mapped
+        tensors = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, KeyError):
         raise FormatError(
-            f"{path}: neither a .safetensors file nor a state_dict that torch.save wrote: {cause}"
+            f"{path}: neither a .safetensors file nor a state_dict that torch.save wrote; save model.state_dict() itself"
         ) from None
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise FormatError(f"{path}: is no state_dict; save model.state_dict() itself")
@@ -89,7 +90,7 @@ def _opened(path: Path) -> Any:
         return safe_open(str(path), "pt")
     except FileNotFoundError:
         raise FormatError(f"{path}: no such file") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise FormatError(f"{path}: {error}") from None
 
 
@@ -159,7 +160,9 @@ def fill_from(store: HostStore, decomposition: Decomposition, source: Source) ->
 
 
 def copy_checked(target: Tensor, source: Tensor, where: str) -> None:
-    """Raises FormatError where shapes or types differ."""
+    """Raises FormatError where shapes or types differ, or there is no data."""
+    if source.layout != torch.strided or source.is_meta:
+        raise FormatError(f"{where} is sparse or has no data; save it as a plain tensor on the CPU")
     if (target.shape, target.dtype) != (source.shape, source.dtype):
         raise FormatError(
             f"{where} has shape {tuple(source.shape)} and type {source.dtype}, "
@@ -210,4 +213,7 @@ def save_weights(store: HostStore, decomposition: Decomposition, state: ModelSta
 def write_weights(tensors: dict[str, Tensor], path: Path) -> None:
     """One safetensors file, whole or not at all."""
     with whole(path) as beside:
-        save_file(tensors, str(beside))
+        if beside.is_file():
+            save_file(tensors, str(beside))
+        else:  # a pipe or a device, which save_file would replace
+            beside.write_bytes(save(tensors))

@@ -332,7 +332,7 @@ def calibrate_command(
 ) -> None:
     """Correct a profile and links by a run's trace, so that the next plan is nearer to the truth."""
     _check_output(output, as_json)
-    check_outputs(hardware_output)
+    check_outputs(output, hardware_output)
     _check_one_standard_input(profile_file, schedule_file, trace_file)
     profile, schedule = store.load_profile(profile_file), store.load_schedule(schedule_file)
     from planner.calibrate import calibrate

@@ -87,7 +87,8 @@ def baselines(schedule: Schedule, compared: Sequence[Baseline]) -> RenderableTyp
     """The plan beside training under virtualised memory."""
     ours = schedule.predicted
     moved = sum(d.swap_in_bytes + d.swap_out_bytes for d in ours.devices)
-    table = Table(title="beside virtualised memory", title_justify="left", box=None)
+    note = " (which does not clip)" if schedule.configuration.agree else ""
+    table = Table(title=f"beside virtualised memory{note}", title_justify="left", box=None)
     for name in ("", "iteration", "this plan is faster by", "swapped", "times this plan's"):
         table.add_column(name, justify="right" if name else "left")
     for baseline in compared:

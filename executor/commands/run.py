@@ -116,7 +116,9 @@ def run_command(
     if dtype and schedule_file is not None:
         raise FormatError(f"--dtype {dtype}: only with --plain and no SCHEDULE; a schedule says it itself")
     check_output(output, as_json)
-    check_outputs(weights_out)
+    check_outputs(output, weights_out)
+    if str(checkpoint) == STANDARD:
+        raise FormatError("--checkpoint -: checkpoints are folders; name one")
     settings = optimizer_settings(lr, weight_decay, momentum)
     if plain and (checkpoint or resume or weights_in):
         raise FormatError("--checkpoint, --resume and --weights-in: not with --plain; run by a schedule")

@@ -15,10 +15,14 @@ STANDARD = "-"
 
 def check_outputs(*paths: Path | str | None) -> None:
     """Raise FormatError where nothing could be written to one of the paths: hours later would be too late to find out."""
+    seen: dict[Path, Path | str] = {}
     for path in paths:
         if path is None or str(path) == STANDARD:
             continue
         target = Path(path)
+        twin = seen.setdefault(target.resolve(), path)
+        if twin is not path and not _is_special(target):
+            raise FormatError(f"{path}: two results would go to one file; name another one")
         if not str(path):
             raise FormatError("an output has no name; give a path, or - for standard output")
         if target.is_dir():
@@ -44,7 +48,10 @@ def whole(path: Path | str) -> Iterator[Path]:
     target = target.resolve()
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        beside.touch()
+        try:
+            beside.touch()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
         mode = beside.stat().st_mode
         yield beside
         # some writers make a file that only its owner may read

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.contract import schedule as schedules
-from planner.contract.actions import Action, Backward, Forward, Free, SwapOut, Update, Value
+from planner.contract.actions import Action, Agree, Backward, Forward, Free, SwapOut, Update, Value
 from planner.contract.errors import FormatError, InfeasibleError, VerifyError
 from planner.contract.hardware import Hardware, budget_bytes
 from planner.contract.memory import Peak, peaks
@@ -101,6 +101,11 @@ def check_program(graph: Graph) -> None:
             )
         if lane.device != device or (stream and lane.stream != stream):
             raise VerifyError(f"{graph.where(node)}: belongs to gpu{device}/{stream or 'any stream'}")
+    if Agree() in graph.node_of and not rules.configuration.agree:
+        raise VerifyError(
+            f"{graph.where(graph.node_of[Agree()])}: the configuration's agree is false, so that no update waits for it; "
+            f"plan again"
+        )
     _check_residents(rules)
     for action in required(rules):
         if action not in graph.node_of:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from executor.checkpoint import Checkpoints
@@ -237,13 +240,29 @@ def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(
         run_schedule(schedules[1], saving(options, saved))
 
 
+def replace_by_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "truncated": ("optimizer-00002-*", lambda file: file.write_bytes(file.read_bytes()[:100]), "optimizer-00002"),
     "lost": ("optimizer-00002-*", lambda file: file.unlink(), "no optimizer states of layer 1"),
     "weights truncated": ("model-00002-*", lambda file: file.write_bytes(file.read_bytes()[:100]), "model-00002"),
     "weights lost": ("model-00002-*", lambda file: file.unlink(), "no such file"),
-    "no record": ("run.json", lambda file: file.unlink(), "run.json: is missing; remove"),
+    "no record": ("run.json", lambda file: file.unlink(), "run.json: is missing; there is no checkpoint before it"),
     "half a record": ("run.json", lambda file: file.write_text('{"steps":'), "run.json: Input data was truncated"),
+    "a folder in its place": ("model-00002-*", replace_by_a_folder, "model-00002"),
+    "other states": (
+        "optimizer-00002-*",
+        lambda file: (file.rename(file.with_name("optimizer-xx-of-00005.safetensors"))),
+        "no optimizer states of layer 1",
+    ),
+    "another count": (
+        "run.json",
+        lambda file: file.write_text(file.read_text().replace('"steps": 2', '"steps": 1')),
+        "says 1 iterations, its folder is step-00000002; there is no checkpoint before it",
+    ),
     "another shape": (
         "model-00002-*",
         lambda file: save_file({name: torch.zeros(3) for name in load_file(file)}, file),
@@ -263,6 +282,78 @@ def test_a_damaged_checkpoint_is_refused_by_its_file(
     do(file)
     with pytest.raises(FormatError, match=message):
         run_schedule(schedules[1], saving(options, folder), resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("place", ["a file", "read-only", "in no folder", "a file like a checkpoint"])
+def test_a_place_that_cannot_hold_checkpoints_is_refused_before_the_run(
+    place: str, resume: bool, options: RunOptions, schedules: dict[int, Schedule], tmp_path: Path
+) -> None:
+    folder = tmp_path / "c"
+    if place == "a file":
+        folder.touch()
+    elif place == "in no folder":
+        folder = tmp_path / "no" / "c"
+    else:
+        folder.mkdir()
+    if place == "a file like a checkpoint":
+        (folder / "step-00000001").touch()
+    if place == "read-only":
+        folder.chmod(0o555)
+        if os.access(folder, os.W_OK):
+            pytest.skip("this user may write everywhere")
+    message = {
+        "a file": "is no folder",
+        "read-only": "cannot be written to",
+        "in no folder": "no such folder",
+        "a file like a checkpoint": "step-00000001: is no folder, but named like a checkpoint",
+    }[place]
+    missing = replace(options, model="no/such.py:make")
+    with pytest.raises(FormatError, match=message):
+        run_schedule(schedules[1], saving(missing, folder), resume=resume)
+
+
+def test_two_runs_do_not_write_to_one_folder(
+    schedules: dict[int, Schedule], options: RunOptions, saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(HarmonyError, match="another run writes its checkpoints there"):
+            run_schedule(schedules[1], saving(options, folder), resume=True)
+    finally:
+        os.close(descriptor)
+    assert len(run_schedule(schedules[1], saving(options, folder), resume=True).losses) == STEPS - 2
+
+
+def test_weights_that_are_no_plain_tensors_are_refused(
+    schedules: dict[int, Schedule], options: RunOptions, tmp_path: Path
+) -> None:
+    state = options.load().model.state_dict()
+    name = "first.weight"
+    torch.save(state | {name: state[name].to("meta")}, tmp_path / "meta.pt")
+    torch.save(state | {name: state[name].to_sparse()}, tmp_path / "sparse.pt")
+    for file in ("meta.pt", "sparse.pt"):
+        with pytest.raises(FormatError, match=r"is sparse or has no data|neither a .safetensors file nor"):
+            run_schedule(schedules[1], replace(options, weights=tmp_path / file))
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert len(run_schedule(schedules[1], replace(options, steps=1, weights=tmp_path / "old.pt")).losses) == 1
+
+
+def test_weights_go_through_a_pipe(
+    options: RunOptions, schedules: dict[int, Schedule], tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    run_schedule(schedules[1], replace(options, steps=1), weights_out=pipe)
+    reader.join(10)
+    assert "first.weight" in load(read[0])
+    assert pipe.is_fifo()
 
 
 def test_weights_of_another_model_are_refused(

@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +20,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from executor import reference
 from executor.decompose import decompose
+from executor.options import RunOptions
 from executor.profile import measure_profile
 from executor.randomness import seed_layer, seeding_hooks
+from executor.replay import draw_batch
 from executor.session import Session, StepResult
 from executor.workload import flat
 from planner.contract import store
@@ -31,7 +36,7 @@ from planner.contract.schedule import Schedule
 from planner.search import plan_fixed
 from tests.executor import looped
 from tests.executor.looped import MINIBATCH, loss, make_batches, make_model, make_optimizer, make_scheduler
-from tests.executor.test_any_model import make_hardware
+from tests.executor.test_any_model import each_layer_alone, make_hardware
 
 STEPS = 4
 CLIP = 0.5
@@ -191,7 +196,8 @@ def test_a_batch_that_does_not_fit_ends_the_session(profile: Profile, change: st
     with pytest.raises(HarmonyError, match="the session is closed"):
         session.step(batch)
     session.close()
-    torch.distributed.destroy_process_group()
+    assert not torch.distributed.is_initialized(), "nothing is left behind"
+    assert not [t for t in threading.enumerate() if t.name.startswith("gpu0/")]
 
 
 class Mine(torch.optim.AdamW):
@@ -211,8 +217,7 @@ def test_an_optimizer_that_does_not_fit_is_refused(profile: Profile, make: Any, 
     model = make_model()
     with pytest.raises(HarmonyError, match=message):
         Session(make_schedule(profile), model, make(model), loss, make_batches(1)[0], clip_norm=CLIP)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    assert not torch.distributed.is_initialized()
 
 
 def test_as_many_processes_as_devices(profile: Profile) -> None:
@@ -221,6 +226,111 @@ def test_as_many_processes_as_devices(profile: Profile) -> None:
         Session(
             make_schedule(profile, 2), model, make_optimizer(model), loss, make_batches(1)[0], clip_norm=CLIP
         )
+
+
+@pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan"), float("inf"), "1"])
+def test_a_norm_that_is_none_is_refused(profile: Profile, clip_norm: Any) -> None:
+    model = make_model()
+    with pytest.raises(HarmonyError, match="must be a number, finite and above 0"):
+        Session(
+            make_schedule(profile),
+            model,
+            make_optimizer(model),
+            loss,
+            make_batches(1)[0],
+            clip_norm=clip_norm,
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device": "tpu"}, "device 'tpu': use virtual or cuda"),
+        ({"checkpoint_every": 1}, "with a checkpoint folder to write to"),
+        ({"checkpoint_every": -1, "checkpoint": "c"}, "0 or more"),
+        ({"resume": True}, "from which folder"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(profile: Profile, given: Any, message: str) -> None:
+    model = make_model()
+    with pytest.raises(HarmonyError, match=message):
+        Session(
+            make_schedule(profile),
+            model,
+            make_optimizer(model),
+            loss,
+            make_batches(1)[0],
+            clip_norm=CLIP,
+            **given,
+        )
+
+
+def test_a_step_needs_a_batch(profile: Profile) -> None:
+    model = make_model()
+    session = Session(
+        make_schedule(profile), model, make_optimizer(model), loss, make_batches(1)[0], clip_norm=CLIP
+    )
+    with pytest.raises(HarmonyError, match=r"step\(\) without a batch"), session:
+        session.step()
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    spec = "hf:gpt2?n_layer=2&n_embd=16&n_head=2&vocab_size=40&seq=8"
+    options = RunOptions(spec, settings={"lr": 1e-2}, paced=False)
+    schedule = each_layer_alone(options, 1)
+    workload = options.load()
+    optimizer = torch.optim.AdamW(workload.model.parameters(), lr=1e-2, fused=True)
+    batches = [draw_batch(workload, 0, k, MINIBATCH) for k in range(3)]
+    with Session(schedule, workload.model, optimizer, workload.loss, batches[0]) as session:
+        losses = [session.step(batch).loss for batch in batches]
+        state = session.state_dict()
+    plain = reference.train(
+        options.load(), replace(options, steps=3), schedule.configuration.microbatches.backward
+    )
+    assert losses == pytest.approx(plain.losses, rel=1e-6)
+    assert torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
+
+
+MISMATCHES = {
+    "one stops early": "if rank == 1 and session.done == 2: break",
+    "one asks alone": "if rank == 1 and session.done == 2: session.state_dict()",
+    "one closes": "if rank == 1 and session.done == 2: session.close()",
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_ranks_that_do_not_do_the_same_are_told_and_end(case: str, profile: Profile, tmp_path: Path) -> None:
+    store.save(make_schedule(profile, 2), tmp_path / "s.json")
+    (tmp_path / "script.py").write_text(
+        f"""
+import os
+from executor.replay import draw_batch
+from executor.session import Session
+from tests.executor.looped import *
+
+rank = int(os.environ["RANK"])
+model = make_model()
+batches = make_batches(6)
+with Session("s.json", model, make_optimizer(model), loss, batches[0], clip_norm=0.5) as session:
+    for batch in session.batches(batches):
+        session.step(batch)
+        {MISMATCHES[case]}
+"""
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "script.py",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    assert "every rank has to make the same calls of the session in the same order" in done.stderr
 
 
 @pytest.mark.slow

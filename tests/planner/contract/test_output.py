@@ -52,6 +52,7 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
         (tmp_path, "is a folder"),
         (tmp_path / "no" / "a.json", "no such folder to write to"),
         ("", "has no name"),
+        ("/proc/no/such", "no such folder"),
     ):
         with pytest.raises(FormatError, match=message):
             check_outputs(path)
@@ -61,3 +62,13 @@ def write_half(target: Path) -> None:
     with whole(target) as beside:
         beside.write_bytes(b"half")
         raise ZeroDivisionError
+
+
+def test_two_results_do_not_go_to_one_file(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="two results would go to one file"):
+        check_outputs(tmp_path / "a", None, tmp_path / "b" / ".." / "a")
+
+
+def test_an_error_names_the_file_and_not_what_is_written_first() -> None:
+    with pytest.raises(OSError, match="'/proc/x'"):
+        write_whole("/proc/x", b"")

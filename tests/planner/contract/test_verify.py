@@ -292,6 +292,12 @@ def test_a_schedule_of_another_profile_is_refused_by_naming_both(other: Profile)
         verify(schedule_of(ONE_PROGRAM, ONE), other, hardware())
 
 
+def test_an_agreement_that_no_update_waits_for_is_refused() -> None:
+    program = {**ONE_PROGRAM, "gpu0/host": ("agree", *ONE_PROGRAM["gpu0/host"])}
+    with pytest.raises(VerifyError, match=r"gpu0/host\[0\] agree: the configuration's agree is false"):
+        check(program, ONE)
+
+
 @pytest.mark.parametrize(("name", "value"), [("dtype", "bfloat16"), ("optimizer", "sgd")])
 def test_a_schedule_that_was_edited_to_other_types_is_refused(name: str, value: str) -> None:
     schedule = schedule_of(ONE_PROGRAM, ONE)
