@@ -13,7 +13,8 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from planner.cli import main, parse_share
+from planner.cli import main
+from planner.commands.compare import parse_share
 from planner.contract import store
 from planner.contract.errors import FormatError
 from planner.contract.hardware import Hardware

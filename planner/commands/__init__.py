@@ -1,0 +1,1 @@
+"""The commands of `harmony-planner`, and what they share."""
