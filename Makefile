@@ -145,7 +145,7 @@ bench-kind:
 	$(PLANNER) plan $(DEMO)/profile.json $(KINDS)/$(KIND).hardware.json --minibatch $(DEMO_MINIBATCH) $(KIND_FLAGS_$(KIND)) -o $(KINDS)/$(KIND).schedule.json
 	$(PLANNER) simulate $(FILES) -o $(KINDS)/$(KIND).planned.json
 	$(EXECUTOR) run $(KINDS)/$(KIND).schedule.json --data . --device virtual --steps $(BENCH_STEPS) --seed 0 -o $(KINDS)/$(KIND).measured.json
-	$(PLANNER) compare $(KINDS)/$(KIND).planned.json $(KINDS)/$(KIND).measured.json --tolerance 10% --schedule $(KINDS)/$(KIND).schedule.json
+	$(PLANNER) compare $(KINDS)/$(KIND).planned.json $(KINDS)/$(KIND).measured.json --tolerance 10%
 
 clean: ## remove what was built, but not the virtual environment
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -54,6 +54,8 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: str
     settings: dict[str, float | int | bool | str]
     structure_hash: str
+    data: str = ""
+    """Names the text that training draws from."""
     scaling: tuple[float, ...] | None = None
     """The loss scale, where losses are scaled."""
     schema: str = SCHEMA
@@ -135,7 +137,7 @@ def _remedy(path: Path) -> str:
 
 def check_same_run(path: Path, saved: Progress, ours: Progress) -> None:
     """Raise HarmonyError where a run would not go on as the one that wrote the checkpoint."""
-    for name in ("minibatch", "seed", "optimizer", "settings", "structure_hash"):
+    for name in ("minibatch", "seed", "optimizer", "settings", "structure_hash", "data"):
         before, now = getattr(saved, name), getattr(ours, name)
         if before == now:
             continue

@@ -22,6 +22,7 @@ from executor.load import check_model
 from executor.options import RunOptions
 from executor.replay import Rank
 from executor.structure import LayerPlaces, layer_places
+from executor.text import fingerprint
 from executor.weights import ModelState, fill, fill_from, model_state, open_weights
 from executor.workload import Workload
 from planner.contract.errors import HarmonyError
@@ -78,6 +79,7 @@ def prepare(
         options.optimizer.lower(),
         options.settings | ({} if options.clip_norm is None else {"clip_norm": options.clip_norm}),
         decomposition.structure_hash,
+        "" if options.data is None else fingerprint(options.data),
     )
     state = model_state(workload, decomposition)
     if rank == 0:

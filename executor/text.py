@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,18 @@ def _read_bytes(path: Path, vocabulary: int, length: int) -> Tensor:
         raise HarmonyError(
             f"--data {path}: bytes need a vocabulary of 256, the model has {vocabulary}; add vocab_size=256"
         )
+    text = _joined(path)
+    if len(text) < length:
+        raise HarmonyError(f"--data {path}: {len(text)} bytes of text, one sample needs {length}")
+    return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
+
+
+def fingerprint(path: Path) -> str:
+    """The same for the same text, wherever it lies. Raises HarmonyError."""
+    return hashlib.sha256(_joined(path)).hexdigest()[:16]
+
+
+def _joined(path: Path) -> bytes:
     if not path.exists():
         raise HarmonyError(f"--data {path}: no such file or folder")
     files = (
@@ -44,11 +57,9 @@ def _read_bytes(path: Path, vocabulary: int, length: int) -> Tensor:
         if path.is_file()
         else sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p, path))
     )
-    parts = [content for content in (file.read_bytes() for file in files) if content and b"\0" not in content]
-    text = b"\n".join(parts)
-    if len(text) < length:
-        raise HarmonyError(f"--data {path}: {len(text)} bytes of text, one sample needs {length}")
-    return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
+    return b"\n".join(
+        content for content in (file.read_bytes() for file in files) if content and b"\0" not in content
+    )
 
 
 def _is_hidden(path: Path, root: Path) -> bool:

@@ -17,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
-from executor.checkpoint import Checkpoints
+from executor.checkpoint import Checkpoints, Progress, check_same_run
 from executor.launch import run_schedule
 from executor.options import RunOptions
 from planner.contract import store
@@ -231,6 +232,13 @@ def test_another_run_does_not_go_on(
 ) -> None:
     with pytest.raises(HarmonyError, match=message):
         run_schedule(schedules[1], saving(options, saved, **changes), resume=True)
+
+
+def test_other_text_is_another_run() -> None:
+    saved = Progress(3, 8, 0, "adamw", {"lr": 1e-2}, "abc", data="one")
+    with pytest.raises(HarmonyError, match="written with data one, this run has two"):
+        check_same_run(Path("step-00000003"), saved, msgspec.structs.replace(saved, data="two", steps=9))
+    check_same_run(Path("step-00000003"), saved, msgspec.structs.replace(saved, steps=9))
 
 
 def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(

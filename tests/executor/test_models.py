@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from executor.models import load_workload
+from executor.text import fingerprint
 from executor.workload import Workload
 from planner.contract.errors import HarmonyError
 
@@ -238,3 +239,16 @@ def test_missing_transformers_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(HarmonyError, match=r"needs transformers; pip install 'harmony-train\[hf\]'"):
         load_workload("hf:gpt2", seed=0)
+
+
+def test_the_same_text_has_the_same_fingerprint_wherever_it_lies(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.txt").write_text("to be or not to be")
+    assert (
+        fingerprint(tmp_path / "a") == fingerprint(tmp_path / "b") == fingerprint(tmp_path / "a" / "text.txt")
+    )
+    (tmp_path / "b" / "more.txt").write_text("that is the question")
+    assert fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b")
+    with pytest.raises(HarmonyError, match="no such file or folder"):
+        fingerprint(tmp_path / "c")
