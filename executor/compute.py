@@ -114,13 +114,14 @@ def run_backward(rank: Rank, action: Backward, iteration: int) -> bool:
     replica = rules.backward_replica[action.microbatch]
     weights = _weights(rank, rules.backward_weights(action.pack, replica))
     graph = rank.memory.graphs.pop(Value("AF", action.pack, action.microbatch), None)
-    _attach_gradients(rank, action, weights.parameters if graph is None else graph.parameters)
+    versions = _attach_gradients(rank, action, weights.parameters if graph is None else graph.parameters)
     with rank.device.on("compute"):
         if graph is None:
             leaves = _backward_after_forward(rank, action, weights, iteration)
         else:
             leaves = _backward_through_graph(rank, action, weights, graph)
             del graph
+        _note_touched(rank, versions)
         handed = Value("D", action.pack, action.microbatch)
         tensors = rules.tensors_of(handed)
         if tensors:
@@ -198,8 +199,10 @@ def _recompute(
             rank.decomposition.layers[layer].outputs if layer < len(rank.decomposition.layers) - 1 else ()
         ):
             boundary = rank.decomposition.boundaries[layer, name]
-            if boundary.consumers[-1] > pack.last and boundary.is_differentiable:
-                ends[layer, name] = environment[layer, name]
+            tensor = environment[layer, name]
+            # a module that stays whole may give one that depends on no parameter this time
+            if boundary.consumers[-1] > pack.last and boundary.is_differentiable and tensor.requires_grad:
+                ends[layer, name] = tensor
         _forget(rank, environment, layer, pack.last, kept)
     return loss, ends
 
@@ -269,11 +272,16 @@ def _weights(rank: Rank, values: tuple[Value, ...]) -> Held:
     return joined
 
 
-def _attach_gradients(rank: Rank, action: Backward, parameters: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Each parameter's .grad is its place in G, zeroed by the first microbatch: backward adds in place."""
+def _attach_gradients(
+    rank: Rank, action: Backward, parameters: Mapping[int, Mapping[str, Tensor]]
+) -> list[tuple[int, str, Tensor, int]]:
+    """Each parameter's .grad is its place in G, zeroed by the first microbatch: backward adds in place.
+
+    Returns (layer, name, gradient, its version).
+    """
     rules = rank.rules
     if not rules.is_trained(action.pack):
-        return
+        return []
     replica = rules.backward_replica[action.microbatch]
     value = Value("G", action.pack, replica=rules.replica_tag(replica))
     if value in rules.effects(action).makes:
@@ -291,9 +299,19 @@ def _attach_gradients(rank: Rank, action: Backward, parameters: Mapping[int, Map
                 for name, place in rank.places[layer].gradients.items()
             }
             start += rank.places[layer].gradient_bytes
+    found = []
     for layer, gradients in rank.memory[value].gradients.items():
         for name, gradient in gradients.items():
             parameters[layer][name].grad = gradient
+            found.append((layer, name, gradient, gradient._version))
+    return found
+
+
+def _note_touched(rank: Rank, versions: list[tuple[int, str, Tensor, int]]) -> None:
+    """Whoever has a gradient that backward added to; what the loss did not depend on has none."""
+    for layer, name, gradient, version in versions:
+        if gradient._version != version:
+            rank.store.touched[layer][name].fill_(True)
 
 
 def _given(rank: Rank, action: Forward | Backward) -> Environment:

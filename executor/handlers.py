@@ -237,6 +237,7 @@ def run_update(rank: Rank, action: Update, iteration: int) -> bool:
         layers = range(pack.first, pack.last + 1)
         if rank.options.is_scaled and rank.store.scaling[2]:
             # some gradient overflowed: nothing is stepped
+            rank.optimizer.pass_over(layers)
             return rank.device.pace(started, pack.update_seconds)
         rank.optimizer.step_layers(layers, scale=scale, settings=rank.group_settings(iteration))
     return rank.device.pace(started, pack.update_seconds)

@@ -57,9 +57,13 @@ def plan_store(rules: Rules, decomposition: Decomposition, num_nodes: int) -> St
     costs, last = rules.costs, rules.costs.num_layers - 1
     devices = rules.configuration.num_devices
     microbatches = len(rules.backward_samples)
-    # failed, batches, saved, has_batch, busy[device][direction], calls[device], done[node], begun[node]; shares as float64, losses and agreed as float32
+    # failed, batches, saved, has_batch, busy[device][direction], calls[device], done[node], begun[node]; shares as
+    # float64, losses and agreed as float32, touched as bytes
+    trained = sum(len(layer.parameters) for layer in decomposition.layers)
     end = _page(
-        WORD * (NUM_WORDS + 3 * devices + 2 * num_nodes + 2 * microbatches) + 4 * (2 * microbatches + 5)
+        WORD * (NUM_WORDS + 3 * devices + 2 * num_nodes + 2 * microbatches)
+        + 4 * (2 * microbatches + 5)
+        + trained
     )
     offsets = []
     for nbytes in (costs.weight_bytes(0, last), costs.gradient_bytes(0, last), costs.state_bytes(0, last)):
@@ -155,6 +159,14 @@ class HostStore:
         """The norm over all gradients, and what they are multiplied by."""
         self.scaling = self._tensor(losses + self.losses.nbytes + self.agreed.nbytes, (3,), torch.float32)
         """The loss scale, as scaling.py has it."""
+        touched = losses + self.losses.nbytes + self.agreed.nbytes + self.scaling.nbytes
+        self.touched: list[dict[str, Tensor]] = []
+        """By layer and parameter whether some microbatch's loss depended on it; cleared by its update."""
+        for place in places:
+            self.touched.append(
+                {n: self._tensor(touched + i, (), torch.bool) for i, n in enumerate(place.gradients)}
+            )
+            touched += len(place.gradients)
         costs = rules.costs
         self._weight_starts = [
             costs.weight_bytes(0, i) - costs.weight_bytes(i, i) for i in range(costs.num_layers)

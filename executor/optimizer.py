@@ -168,8 +168,9 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 class LayerOptimizer:
     """One optimizer over all parameters; `step_layers` steps those of some layers and leaves the others alone.
 
-    weights, gradients: per layer and parameter name the views of the host store. states: per owned parameter its
-    state tensors by key; is_resumed: they hold what an earlier run left. Parameters used by several layers belong
+    weights, gradients: per layer and parameter name the views of the host store; touched: likewise whether there is a
+    gradient, which a step takes back. states: per owned parameter its state tensors by key; is_resumed: they hold what
+    an earlier run left, zeros for a parameter that it never stepped. Parameters used by several layers belong
     to the first; the gradients of all uses are added in layer order and the new weights copied to every use.
     Where a parameter has a master, that one is stepped (as in mixed precision training; Micikevicius et al., ICLR
     2018), and the weights are rounded from it.
@@ -182,9 +183,11 @@ class LayerOptimizer:
         gradients: Sequence[Mapping[str, Tensor]],
         states: Mapping[str, Mapping[str, Tensor]],
         *,
+        touched: Sequence[Mapping[str, Tensor]],
         is_resumed: bool = False,
     ) -> None:
         self._gradients = gradients
+        self._touched = touched
         self._weights = weights
         self._states = states
         self._uses: dict[str, list[int]] = {}
@@ -198,7 +201,7 @@ class LayerOptimizer:
         self.optimizer = recipe.make(self._own)
         self._unplaced = set(self._own)
         for parameter, tensor in self._own.items():
-            if is_resumed:
+            if is_resumed and any(bool(state.any()) for k, state in states[parameter].items() if k != MASTER):
                 self.optimizer.state[tensor] = {k: v for k, v in states[parameter].items() if k != MASTER}
                 self._unplaced.discard(parameter)
             elif self.optimizer.state.get(tensor):
@@ -233,6 +236,7 @@ class LayerOptimizer:
         settings: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """One optimizer step of the parameters that these layers own, from the gradients in the store or given ones.
+        As in torch, one without a gradient is not stepped: it does not decay, and its state stays.
 
         scale: a scalar that the gradients are multiplied by first. settings: of each group, from this step on.
         """
@@ -240,7 +244,10 @@ class LayerOptimizer:
             ours.update(theirs)
         found = self._gradients if gradients is None else gradients
         stepped = [
-            name for layer in layers for name in self._gradients[layer] if self._uses[name][0] == layer
+            name
+            for layer in layers
+            for name in self._gradients[layer]
+            if self._uses[name][0] == layer and any(self._touched[use][name] for use in self._uses[name])
         ]
         with torch.no_grad():
             for name in stepped:
@@ -257,9 +264,21 @@ class LayerOptimizer:
             for name in stepped:
                 self._own[name].grad = None
                 self._place(name)
+                self._take_back(name)
                 for use in self._uses[name]:
                     if self._weights[use][name] is not self._own[name]:
                         self._weights[use][name].copy_(self._own[name])
+
+    def pass_over(self, layers: Iterable[int]) -> None:
+        """The gradients of these layers are not used."""
+        for layer in layers:
+            for name in self._gradients[layer]:
+                if self._uses[name][0] == layer:
+                    self._take_back(name)
+
+    def _take_back(self, name: str) -> None:
+        for use in self._uses[name]:
+            self._touched[use][name].fill_(False)
 
     def _place(self, name: str) -> None:
         """Move a parameter's state into the store, once.

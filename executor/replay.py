@@ -111,6 +111,7 @@ class Rank:
             [store.weights(i) for i in layers],
             [store.gradients(i) for i in layers],
             store.states(),
+            touched=store.touched,
             is_resumed=options.done > 0,
         )
         self.residents = Residents(self)

@@ -89,7 +89,8 @@ class Residents:
                     flat.untyped_storage(), start + place.offset, place.shape, place.dtype
                 )
             start += places.state_bytes
-        return LayerOptimizer(rank.options.recipe, trained, trained, states, is_resumed=True)
+        touched = rank.store.touched
+        return LayerOptimizer(rank.options.recipe, trained, trained, states, touched=touched, is_resumed=True)
 
     def _load(self, value: Value, held: Held) -> None:
         assert held.flat is not None

@@ -71,7 +71,7 @@ class Workload:
 
     def num_samples(self, batch: Batch) -> int:
         """How many samples a flat batch has."""
-        return next(len(tensor) for name, tensor in batch.items() if name not in self.fixed)
+        return next(tensor.shape[0] for name, tensor in batch.items() if name not in self.fixed)
 
 
 @dataclass(frozen=True)

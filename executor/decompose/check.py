@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from executor.decompose.buffers import kept
 from executor.decompose.layers import BATCH, DecomposeError, Decomposition, TensorName
 from executor.randomness import seed_layer, seeding_hooks
 from executor.workload import Workload
@@ -22,15 +23,12 @@ def check_cut(workload: Workload, decomposition: Decomposition, batch: dict[str,
     The model, its buffers and the random generators are left as they were.
     """
     notices = list(decomposition.notices)
-    state = {name: buffer.clone() for name, buffer in workload.model.named_buffers()}
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=devices):
         for seed in (1, 2):
             for part in (batch, _another_size(workload, decomposition, batch)):
-                try:
+                with kept(workload.model):
                     whole = _run_whole(workload, decomposition, part, seed)
-                finally:
-                    _restore(workload, state)
                 _compare(decomposition, whole, _run_cut(workload, decomposition, part, seed), "", notices)
                 with torch.no_grad():
                     plain = _run_cut(workload, decomposition, part, seed)
@@ -65,17 +63,12 @@ def _run_whole(
         loss = workload.loss(workload.model, batch)
     gradients = torch.autograd.grad(loss, [decomposition.parameters[n] for n in names], allow_unused=True)
     changed = {name for layer in decomposition.layers for name in layer.mutated_buffers}
+    buffers = decomposition.buffers | dict(workload.model.named_buffers(remove_duplicate=False))
     return _Results(
         loss=loss.detach(),
         gradients={n: g for n, g in zip(names, gradients, strict=True) if g is not None},
-        buffers={name: decomposition.buffers[name].clone() for name in changed},
+        buffers={name: buffers[name].clone() for name in changed},
     )
-
-
-def _restore(workload: Workload, state: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, buffer in workload.model.named_buffers():
-            buffer.copy_(state[name])
 
 
 def _run_cut(

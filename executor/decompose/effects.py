@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from executor.decompose.calls import ModuleCall
+
 
 def inner_graph(node: fx.Node) -> fx.GraphModule | None:
     """The module that a get_attr node stands for, where it is a graph."""
@@ -34,6 +36,8 @@ def operations(node: fx.Node) -> Iterator[fx.Node]:
 
 def changes_something(node: fx.Node) -> bool:
     """Whether an operation writes to its inputs or draws random numbers."""
+    if isinstance(node.target, ModuleCall):
+        return True
     schemas = (getattr(inside.target, "_schema", None) for inside in operations(node))
     return any(schema is not None and schema.is_mutable for schema in schemas) or draws_random_numbers(node)
 
@@ -44,6 +48,8 @@ def draws_random_numbers(node: fx.Node) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
+    if isinstance(node.target, ModuleCall):
+        return node.target.observed.is_stochastic
     name = str(node.target)
     if node.op != "call_function":
         return False
@@ -57,8 +63,11 @@ def _draws(node: fx.Node) -> bool:
 
 
 def mixes_samples(node: fx.Node) -> bool:
-    """Whether an operation's result depends on all samples of its microbatch, as BatchNorm's in training."""
-    return any(_is_batch_norm_in_training(inside) for inside in operations(node))
+    """Whether an operation's result depends on all samples of its microbatch, as BatchNorm's in training. Of a module
+    that stays whole nothing is known, so it may."""
+    return isinstance(node.target, ModuleCall) or any(
+        _is_batch_norm_in_training(inside) for inside in operations(node)
+    )
 
 
 def _is_batch_norm_in_training(node: fx.Node) -> bool:
@@ -67,6 +76,12 @@ def _is_batch_norm_in_training(node: fx.Node) -> bool:
 
 def ignores_gradients(node: fx.Node) -> bool:
     """Whether no gradient flows through an operation: detach, zeros_like, or a block without gradients."""
+    if isinstance(node.target, ModuleCall):
+        return False
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    if isinstance(source.target, ModuleCall):
+        position: Any = node.args[1]
+        return not source.target.observed.results[position].requires_grad
     name = str(node.target)
     operation = name.removeprefix("aten.").partition(".")[0]
     makes_new = operation.endswith("_like") or operation.startswith("new_")
@@ -88,6 +103,13 @@ def written(nodes: Iterable[fx.Node], given: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _aliased(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
     """Arguments that an operation's result may share memory with or that it writes to: (argument, writes)."""
+    if isinstance(call := node.target, ModuleCall):
+        arguments: Any = node.args
+        tensors, _, _, buffers = arguments
+        yield from ((tensors[i], True) for i in call.observed.inputs)
+        own = zip(call.buffers, buffers, strict=True)
+        yield from ((buffer, True) for name, buffer in own if name in call.observed.buffers)
+        return
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         yield node.args[0], False
     if _is_batch_norm_in_training(node):  # its schema does not say that it writes the running statistics

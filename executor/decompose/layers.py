@@ -106,7 +106,8 @@ def _evaluate(size: Any, symbol: object, num_samples: int) -> int | float | bool
 class Decomposition:
     """A model's layers in order. parameters and buffers: the model's own tensors by name.
 
-    aliases: names that stand for the same parameter as another, first name -> all names. cut_by: `export`.
+    aliases: names that stand for the same parameter as another, first name -> all names. cut_by: `export`,
+    or `tape` where modules stay whole.
     """
 
     layers: tuple[Layer, ...]

@@ -45,12 +45,26 @@ def layer_names(model: nn.Module, patterns: Sequence[str], calls: Mapping[str, i
     """
     paths = [path for path, _ in model.named_modules() if path]
     if not patterns:
-        items = _repeated(model, "", calls) or _side_by_side(model, "")
-        beside = {path for item in items for path in _siblings(model, item)}
-        return LayerNames(frozenset(items), frozenset(beside - _ancestors(items) - set(items)))
+        return _with_siblings(model, _repeated(model, "", calls) or _side_by_side(model, ""))
     return LayerNames(
         frozenset(p for p in paths if any(fnmatchcase(p, pattern) for pattern in patterns)), frozenset()
     )
+
+
+def enclosing(model: nn.Module, names: LayerNames) -> LayerNames:
+    """Larger layers: the items of the outermost lists, where the given ones are items of lists within those."""
+    items = []
+    for path in sorted(names.always):
+        parts = path.split(".")
+        parents = (".".join(parts[:end]) for end in range(len(parts)))
+        ends = (end for end, parent in enumerate(parents, 1) if _is_list(model.get_submodule(parent)))
+        items.append(".".join(parts[: next(ends, len(parts))]))
+    return _with_siblings(model, list(dict.fromkeys(items)))
+
+
+def _with_siblings(model: nn.Module, items: list[str]) -> LayerNames:
+    beside = {path for item in items for path in _siblings(model, item)}
+    return LayerNames(frozenset(items), frozenset(beside - _ancestors(items) - set(items)))
 
 
 def _repeated(module: nn.Module, path: str, calls: Mapping[str, int]) -> list[str]:

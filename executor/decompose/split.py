@@ -23,10 +23,11 @@ from executor.decompose.effects import (
     operations,
     written,
 )
-from executor.decompose.layers import BATCH, Boundary, DecomposeError, Decomposition, Layer, TensorName
+from executor.decompose.layers import BATCH, Boundary, Decomposition, Layer, TensorName
 from executor.decompose.naming import LayerNames, check_patterns, layer_names
 from executor.decompose.notices import lost_hooks, switch_off_checkpointing
-from executor.decompose.trace import WRAPPED, Traced, trace
+from executor.decompose.tape import trace_calls
+from executor.decompose.trace import WRAPPED, Traced, TraceError, trace
 from executor.workload import Workload
 
 INPUTS = "inputs"
@@ -42,13 +43,15 @@ def decompose(
     """
     check_patterns(workload.model, patterns)
     first_notices = [*switch_off_checkpointing(workload.model), *lost_hooks(workload.model)]
-    traced = trace(workload, batch)
-    names = layer_names(workload.model, patterns, _calls(traced))
+    try:
+        traced, cut_by = trace(workload, batch), "export"
+        names = layer_names(workload.model, patterns, _calls(traced))
+    except TraceError as error:
+        (traced, names), cut_by = trace_calls(workload, batch, patterns, error), "tape"
+        first_notices.append(f"cut by a tape, with the modules that are layers whole: {error}")
     assigned, titles = _assign(traced, names)
     assigned, titles, notices = _merge(traced, assigned, titles)
-    decomposition = _Splitter(workload, traced, assigned, titles, tuple(batch)).split(
-        [*first_notices, *notices]
-    )
+    decomposition = _Splitter(workload, traced, assigned, titles, cut_by).split([*first_notices, *notices])
     if check:
         from executor.decompose.check import check_cut
 
@@ -164,13 +167,13 @@ class _Splitter:
         traced: Traced,
         assigned: dict[fx.Node, int],
         titles: list[tuple[str, str]],
-        batch_names: tuple[str, ...],
+        cut_by: str,
     ) -> None:
         self.model = workload.model
         self.traced = traced
         self.assigned = assigned
         self.titles = titles
-        self.batch_names = batch_names
+        self.cut_by = cut_by
         self.crossing = _crossing(traced, assigned)
         # one name for each parameter, however many the model has for it
         self.parameters: dict[str, Tensor] = {}
@@ -201,20 +204,14 @@ class _Splitter:
             buffers={name: self.buffers[name] for layer in layers for name in layer.buffers},
             aliases={name: names for name, names in self.aliases.items() if len(names) > 1},
             notices=tuple(notices),
+            cut_by=self.cut_by,
         )
 
     def _idle(self, members: list[list[fx.Node]]) -> list[str]:
-        """Frozen parameters that no operation uses. A trained one is refused: an optimizer would decay it."""
+        """Parameters that no operation uses: they never have a gradient, so no optimizer steps them."""
         given = {n.name for nodes in members for node in nodes for n in node.all_input_nodes}
         used = {self.first_name[name] for node, name in self.traced.parameters.items() if node in given}
-        idle = [name for name in self.parameters if name not in used]
-        trained = [name for name in idle if self.parameters[name].requires_grad]
-        if trained:
-            raise DecomposeError(
-                f"parameter {trained[0]} is used by no layer; freeze it (requires_grad_(False)) or remove it "
-                f"({len(trained)} in all)"
-            )
-        return idle
+        return [name for name in self.parameters if name not in used]
 
     def _layer(self, index: int, nodes: list[fx.Node], idle: list[str]) -> Layer:
         own = set(nodes)

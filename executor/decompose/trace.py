@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -58,8 +59,12 @@ class Traced:
         return found.xreplace(renamed) if renamed and hasattr(found, "xreplace") else found
 
 
+class TraceError(DecomposeError):
+    """torch.export cannot trace the model."""
+
+
 def trace(workload: Workload, batch: dict[str, Tensor]) -> Traced:
-    """Export the loss with a dynamic number of samples. Raises DecomposeError with the first line of the cause."""
+    """Export the loss with a dynamic number of samples. Raises TraceError with the first line of the cause."""
     _check_example(workload, batch)
     names = tuple(batch)
     shapes = tuple(None if name in workload.fixed else {0: Dim.DYNAMIC} for name in names)
@@ -70,14 +75,13 @@ def trace(workload: Workload, batch: dict[str, Tensor]) -> Traced:
             )
     except Exception as error:  # export raises whatever the model's own code raises
         if "specialized it to be a constant" in str(error):
-            raise DecomposeError(
+            raise TraceError(
                 f"the model or its loss fixes the number of samples to {workload.num_samples(batch)}; "
                 f"it must work for any (tensor.shape[0], not len(tensor))"
             ) from error
         cause = str(error).strip().splitlines() or [type(error).__name__]
-        raise DecomposeError(
-            f"torch.export cannot trace the model: {cause[0]} ({type(error).__name__}); "
-            f"models with data-dependent control flow cannot be cut yet"
+        raise TraceError(
+            f"torch.export cannot trace the model: {cause[0]} ({type(error).__name__})"
         ) from error
     return _read(program, names, workload.fixed)
 
@@ -85,9 +89,15 @@ def trace(workload: Workload, batch: dict[str, Tensor]) -> Traced:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Export warns of what the check of the cut would find, and prints all it has traced where it fails."""
-    with warnings.catch_warnings(), redirect_stderr(StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _check_example(workload: Workload, batch: dict[str, Tensor]) -> None:

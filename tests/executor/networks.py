@@ -94,3 +94,61 @@ def lstm() -> Workload:
         return functional.cross_entropy(predicted, tokens[:, 1:].reshape(-1))
 
     return Workload(Recurrent(), draw, loss)
+
+
+class Experts(nn.Module):
+    """A token goes to one of several experts; one that no token chose is not run."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, count)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(count)
+        )
+        self.drop = nn.Dropout(0.1)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        self.calls = self.calls + 1
+        given = self.norm(x)
+        weights, chosen = self.router(given).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            own = chosen == i
+            if own.any():
+                out[own] = expert(given[own]) * weights[own].unsqueeze(-1)
+        return x + scale * self.drop(out), weights.mean(-1)
+
+
+class Mixture(nn.Module):
+    """A language model whose blocks are experts; what their routers say is part of the loss."""
+
+    def __init__(self, width: int = 8, count: int = 6) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Experts(width, count) for _ in range(3))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x, certain = self.words(tokens), []
+        for block in self.blocks:
+            x, weight = block(x, scale=0.5)
+            certain.append(weight)
+        return self.head(x), torch.stack(certain).mean(0)
+
+
+def mixture() -> Workload:
+    def draw(generator: torch.Generator, num_samples: int) -> Batch:
+        return {"tokens": torch.randint(0, VOCABULARY, (num_samples, 3), generator=generator)}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        tokens = batch["tokens"]
+        predicted, certain = model(tokens)
+        words = functional.cross_entropy(predicted[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+        out: Tensor = words + 0.1 * certain.mean()
+        return out
+
+    return Workload(Mixture(), draw, loss)

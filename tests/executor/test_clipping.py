@@ -93,7 +93,10 @@ def test_norm_and_coefficient_are_torch_s(max_norm: float) -> None:
         {name: torch.randn(7, 5, generator=generator) for name in names} for names in ("ab", "c")
     ]
     gradients = [{n: torch.randn(7, 5, generator=generator) for n in layer} for layer in weights]
-    optimizer = LayerOptimizer(recipe("sgd", {"lr": 1.0}), weights, gradients, {name: {} for name in "abc"})
+    touched = [{n: torch.ones((), dtype=torch.bool) for n in layer} for layer in weights]
+    optimizer = LayerOptimizer(
+        recipe("sgd", {"lr": 1.0}), weights, gradients, {name: {} for name in "abc"}, touched=touched
+    )
     parameters = {n: torch.nn.Parameter(t.clone()) for layer in weights for n, t in layer.items()}
     for layer in gradients:
         for name, gradient in layer.items():

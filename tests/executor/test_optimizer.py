@@ -47,6 +47,7 @@ class FlatStore:
         self._end = 0
         self.weights = [{n: self._place(s, torch.float32) for n, s in layer.items()} for layer in shapes]
         self.gradients = [{n: self._place(s, torch.float32) for n, s in layer.items()} for layer in shapes]
+        self.touched = [{n: torch.ones((), dtype=torch.bool) for n in layer} for layer in shapes]
         self.states: dict[str, dict[str, Tensor]] = {}
         seen: dict[str, Tensor] = {}
         for layer in self.weights:
@@ -64,15 +65,21 @@ class FlatStore:
 
     def optimizer(self, name: str, settings: dict[str, Any], *, is_resumed: bool = False) -> LayerOptimizer:
         return LayerOptimizer(
-            recipe(name, settings), self.weights, self.gradients, self.states, is_resumed=is_resumed
+            recipe(name, settings),
+            self.weights,
+            self.gradients,
+            self.states,
+            touched=self.touched,
+            is_resumed=is_resumed,
         )
 
 
 def draw_gradients(store: FlatStore, step: int) -> None:
     generator = torch.Generator().manual_seed(100 + step)
-    for layer in store.gradients:
-        for tensor in layer.values():
+    for layer, touched in zip(store.gradients, store.touched, strict=True):
+        for name, tensor in layer.items():
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            touched[name].fill_(True)
 
 
 def train_whole(
