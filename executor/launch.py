@@ -30,14 +30,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from executor.load import as_planned, check_clipping, check_optimizer, load
+from executor.load import as_planned, check_clipping, check_optimizer, load, load_structure
 from executor.machine import check_machine
 from executor.options import RunOptions
 from executor.prepare import check_checkpoints, prepare, resumed_options
 from executor.record import merge
 from executor.recorder import RankRecord
 from executor.replay import Aborted
-from executor.weights import release, save_weights
+from executor.weights import attach, save_weights
 from planner.contract import store as files
 from planner.contract.errors import HarmonyError
 from planner.contract.output import check_outputs
@@ -271,10 +271,11 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
     options, schedule = job.options, job.schedule
     if options.device == "virtual":
         torch.set_num_threads(1)
-    # one check of the cut is enough
-    loaded = load(options, check=rank == 0)
+    # the weights are loaded once, and the cut is checked once
+    has_weights = rank == 0 and options.weights is None and job.resumed is None
+    loaded = load(options, check=True) if has_weights else load_structure(options)
     ready = prepare(schedule, options, *loaded, resumed=job.resumed)
-    release(ready.workload, ready.decomposition)
+    attach(ready.store, ready.decomposition)
     losses: list[float] = []
 
     def note(iteration: int, loss: float, seconds: float) -> None:

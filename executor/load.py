@@ -9,6 +9,7 @@ import torch
 
 from executor.decompose import Decomposition, decompose
 from executor.decompose.move import move_code
+from executor.hollow import give_memory, hollow
 from executor.models import DTYPES
 from executor.options import RunOptions
 from executor.structure import structure
@@ -17,13 +18,30 @@ from planner.contract.errors import FormatError
 from planner.contract.profile import Profile, model_hash
 from planner.contract.schedule import Schedule
 
+Loaded = tuple[Workload, Decomposition, Profile]
 
-def load(options: RunOptions, *, check: bool) -> tuple[Workload, Decomposition, Profile]:
+
+def load(options: RunOptions, *, check: bool) -> Loaded:
     """The model, its layers, and their sizes as a profile has them."""
     return cut(options.load(), options, check=check)
 
 
-def cut(workload: Workload, options: RunOptions, *, check: bool) -> tuple[Workload, Decomposition, Profile]:
+def load_structure(options: RunOptions) -> Loaded:
+    """The same without the weights' values and memory, where the model can be built and cut so; else with them."""
+    try:
+        with hollow():
+            workload = options.load()
+        give_memory(workload.model)
+        loaded = cut(workload, options, check=False)
+    except (
+        Exception
+    ):  # the model's own code may need its weights in any way; loaded whole it says what is wrong
+        return load(options, check=False)
+    # what is run to be cut needs its weights
+    return load(options, check=False) if loaded[1].cut_by == "tape" else loaded
+
+
+def cut(workload: Workload, options: RunOptions, *, check: bool) -> Loaded:
     """A workload that is there already, its layers, and their sizes as a profile has them."""
     example = workload.draw(torch.Generator().manual_seed(0), 2)
     decomposition = decompose(workload, example, patterns=options.patterns, check=check)

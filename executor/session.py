@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from executor.checkpoint import Checkpoints
+from executor.hollow import give_memory, is_hollow
 from executor.launch import PATIENCE
 from executor.load import as_planned, check_clipping, check_optimizer, cut
 from executor.machine import check_machine
@@ -82,12 +83,15 @@ class Session:
         paced: bool = False,
         metered: bool = True,
         count: Callable[[Any], float] | None = None,
+        weights: Path | str | None = None,
     ) -> None:
         """loss(model, batch): the mean over the samples of the batch it is given; it calls the model. count(batch): how
         many items that mean is over where it is not over samples, as tokens that count. example: a batch
         of the planned minibatch, its tensors with samples first. seed: of dropout. checkpoint, checkpoint_every,
         resume: as `harmony-executor run` has them; `done` then says how many steps need no batch any more. paced, metered:
-        of virtual devices, as RunOptions has them.
+        of virtual devices, as RunOptions has them. weights: a file or folder to start from, as `--weights-in` has it; a
+        model built under `executor.hollow.hollow()` or on the meta device then takes no memory beside the store's, and
+        ranks other than 0 may build it so in any case.
 
         Raises HarmonyError where schedule, model, optimizer or machine do not belong together.
         """
@@ -117,6 +121,7 @@ class Session:
             clip_norm=clip_norm,
             given=recipe_of(optimizer, names),
             checkpoints=checkpoints,
+            weights=None if weights is None else Path(weights),
         )
         check_optimizer(plan, options)
         options = as_planned(plan, options)
@@ -147,13 +152,27 @@ class Session:
         if dtype is not None:
             model.to(dtype)
         model.train()
+        is_hollow = self._give_memory(resumed)
         workload = flat(model, self._draw, loss, dtype=dtype, count=count)
-        loaded = cut(workload, options, check=self.is_first)
+        loaded = cut(workload, options, check=self.is_first and not is_hollow)
         self._ready = prepare(self._plan, options, *loaded, resumed=resumed)
         attach(self._ready.store, self._ready.decomposition)
         if self.done:
             self._note_stepped()
         self._ready.rank.start(self._ready.save if self._ready.writer is not None else None)
+
+    def _give_memory(self, resumed: Path | None) -> bool:
+        """Whether the model has no weights yet, which is all right where they come from elsewhere."""
+        if not is_hollow(self._model):
+            return False
+        hollow = [name for name, p in self._model.named_parameters() if p.is_meta]
+        if self.is_first and self._options.weights is None and resumed is None:
+            raise HarmonyError(
+                f"parameter {hollow[0] if hollow else 'of the model'} has no values; say weights=FILE, or build the model with them"
+            )
+        # the optimizer knows the parameters that the model has now: these get the memory
+        give_memory(self._model)
+        return True
 
     @property
     def done(self) -> int:

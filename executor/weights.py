@@ -106,7 +106,7 @@ class ModelState:
 
 
 def model_state(workload: Workload, decomposition: Decomposition) -> ModelState:
-    """To be asked for before `release`."""
+    """What is not in the store is copied."""
     found = workload.model.state_dict()
     used = {
         alias
@@ -119,12 +119,19 @@ def model_state(workload: Workload, decomposition: Decomposition) -> ModelState:
 
 
 def fill(store: HostStore, decomposition: Decomposition) -> None:
-    """The model's weights and buffers into the store. The optimizer fills its state with its first step, but for masters."""
+    """The model's weights and buffers into the store, whose memory they have from then on: layer by layer, so that
+    nothing is there twice. The optimizer fills its state with its first step, but for masters."""
+    moved = set()
     for i in range(len(decomposition.layers)):
-        for name, target in store.weights(i).items():
-            target.copy_(decomposition.parameters[name].detach())
-        for name, target in store.buffers(i).items():
-            target.copy_(decomposition.buffers[name])
+        for tensors, targets in (
+            (decomposition.parameters, store.weights(i)),
+            (decomposition.buffers, store.buffers(i)),
+        ):
+            for name, target in targets.items():
+                target.copy_(tensors[name].detach())
+                if name not in moved:
+                    tensors[name].data = target
+                    moved.add(name)
     _fill_masters(store, decomposition)
     scaling.reset(store.scaling)
 
@@ -178,12 +185,6 @@ def attach(store: HostStore, decomposition: Decomposition) -> None:
             decomposition.parameters[name].data = tensor
         for name, tensor in store.buffers(i).items():
             decomposition.buffers[name].data = tensor
-
-
-def release(workload: Workload, decomposition: Decomposition) -> None:
-    """Let a process's own copy of the parameters go; the store has them."""
-    for tensor in (*decomposition.parameters.values(), *workload.model.parameters()):
-        tensor.data = torch.empty(0, dtype=tensor.dtype)
 
 
 # ---- out of it

@@ -23,23 +23,22 @@ SIMPLE = (bool, int, float, str, torch.dtype, type(None))
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that a call gave. shape: at the sizes that it was run with, one tuple each."""
+    """A tensor that a call gave. shapes: by the number of samples that it was run with."""
 
     dtype: torch.dtype
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Mapping[int, tuple[int, ...]]
     requires_grad: bool
 
-    def rows(self, sizes: Sequence[int]) -> tuple[int | None, ...] | None:
-        """For each dimension its rows a sample, or None where it is the same for all; None where it is neither."""
-        found: list[int | None] = []
-        for dims in zip(*self.shapes, strict=True):
+    def shape(self, samples: Any) -> tuple[Any, ...] | None:
+        """Its shape for any number of samples; None where some dimension is neither fixed nor rows for each sample."""
+        found: list[Any] = []
+        for dims in zip(*self.shapes.values(), strict=True):
+            by_size = dict(zip(self.shapes, dims, strict=True))
+            rows = {dim / size for size, dim in by_size.items()}
             if len(set(dims)) == 1:
-                found.append(None)
-            elif (
-                len({dim / size for dim, size in zip(dims, sizes, strict=True)}) == 1
-                and not dims[0] % sizes[0]
-            ):
-                found.append(dims[0] // sizes[0])
+                found.append(dims[0])
+            elif len(rows) == 1 and rows.copy().pop().is_integer():
+                found.append(int(rows.pop()) * samples)
             else:
                 return None
         return tuple(found)
@@ -72,14 +71,15 @@ class Observed:
         for i, (ours, theirs) in enumerate(zip(self.leaves, other.leaves, strict=True)):
             if isinstance(ours, Result) and isinstance(theirs, Result):
                 grad = ours.requires_grad or theirs.requires_grad
-                self.leaves[i] = Result(ours.dtype, ours.shapes + theirs.shapes, grad)
+                self.leaves[i] = Result(ours.dtype, {**ours.shapes, **theirs.shapes}, grad)
         self.is_stochastic |= other.is_stochastic
         self.buffers |= other.buffers
         self.inputs |= other.inputs
 
 
 class ModuleCall:
-    """One call of a module, as an operation of a graph: (tensors, sizes, parameters, buffers) -> tensors.
+    """One call of a module, as an operation of a graph: (tensors, sizes, number of samples, parameters, buffers) ->
+    tensors.
 
     arguments: leaves of (args, kwargs), where a Slot stands for a tensor or a size.
     """
@@ -106,10 +106,11 @@ class ModuleCall:
         self,
         tensors: Sequence[Tensor],
         sizes: Sequence[int],
+        samples: int,
         parameters: Sequence[Tensor],
         buffers: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Raises DecomposeError where the module gives another number of tensors than when it was observed."""
+        """Raises DecomposeError where the module gives other tensors than when it was observed."""
         given: dict[str, Sequence[Any]] = {"tensor": tensors, "size": sizes}
         leaves = [given[a.kind][a.place] if isinstance(a, Slot) else a for a in self._arguments]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
@@ -124,9 +125,12 @@ class ModuleCall:
                 with torch.no_grad():
                     buffer.copy_(changed)
         found = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        if len(found) != len(self.observed.results):
+        shapes = [tuple(tensor.shape) for tensor in found]
+        expected = [result.shape(samples) for result in self.observed.results]
+        if shapes != expected:
             raise DecomposeError(
-                f"module {self.observed.path} gave {len(found)} tensors, {len(self.observed.results)} when it was cut"
+                f"module {self.observed.path} gave tensors of {shapes} for {samples} samples, expected were {expected}; "
+                f"what a layer gives must not depend on its data in number and shape"
             )
         return found
 
@@ -171,8 +175,10 @@ def forwards(
                 vars(module)["forward"] = before[path]
 
 
-def observing(calls: list[Observed]) -> Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]]:
-    """For `forwards`: run the module, and note what it did."""
+def observing(
+    calls: list[Observed], samples: int
+) -> Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]]:
+    """For `forwards`: run the module on so many samples, and note what it did."""
 
     def make(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +194,7 @@ def observing(calls: list[Observed]) -> Callable[[str, nn.Module, Callable[..., 
                 Observed(
                     path,
                     spec,
-                    [_result(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+                    [_result(leaf, samples) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
                     not torch.equal(random, torch.get_rng_state()),
                     {n for n, b in held.items() if after[n] is not b or not torch.equal(b, before[n])},
                     {i for i, tensor in enumerate(given) if not _same(tensor.detach(), copies[i])},
@@ -201,8 +207,8 @@ def observing(calls: list[Observed]) -> Callable[[str, nn.Module, Callable[..., 
     return make
 
 
-def _result(tensor: Tensor) -> Result:
-    return Result(tensor.dtype, (tuple(tensor.shape),), tensor.requires_grad)
+def _result(tensor: Tensor, samples: int) -> Result:
+    return Result(tensor.dtype, {samples: tuple(tensor.shape)}, tensor.requires_grad)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -237,7 +243,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, Slot):
         return f"{value.kind}{value.place}"
     if isinstance(value, Result):
-        return f"{value.dtype} {value.shapes} {value.requires_grad}"
+        return f"{value.dtype} {dict(value.shapes)} {value.requires_grad}"
     return repr(value) if type(value) in SIMPLE else f"{type(value).__module__}.{type(value).__qualname__}"
 
 

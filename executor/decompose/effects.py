@@ -105,7 +105,7 @@ def _aliased(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
     """Arguments that an operation's result may share memory with or that it writes to: (argument, writes)."""
     if isinstance(call := node.target, ModuleCall):
         arguments: Any = node.args
-        tensors, _, _, buffers = arguments
+        tensors, _, _, _, buffers = arguments
         yield from ((tensors[i], True) for i in call.observed.inputs)
         own = zip(call.buffers, buffers, strict=True)
         yield from ((buffer, True) for name, buffer in own if name in call.observed.buffers)

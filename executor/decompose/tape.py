@@ -92,20 +92,19 @@ def _run(workload: Workload, batch: dict[str, Tensor]) -> None:
 
 def _trace(workload: Workload, batch: dict[str, Tensor], paths: tuple[str, ...]) -> Traced:
     """Raises TraceError."""
-    size = workload.num_samples(batch)
     larger = {name: torch.cat([tensor, tensor[:1]]) for name, tensor in batch.items()}
     larger |= {name: batch[name] for name in workload.fixed}
     runs: list[list[Observed]] = []
     for part in (batch, larger):
         calls: list[Observed] = []
-        with forwards(workload.model, paths, observing(calls)):
+        with forwards(workload.model, paths, observing(calls, workload.num_samples(part))):
             _run(workload, part)
         runs.append(calls)
     if [call.path for call in runs[0]] != [call.path for call in runs[1]]:
         raise TraceError("which layers are called depends on the data")
     for ours, theirs in zip(*runs, strict=True):
         ours.add(theirs)
-    export = _Export(runs[0], (size, size + 1))
+    export = _Export(runs[0])
     _exported.append(export)
     try:
         with forwards(workload.model, paths, export.operation):
@@ -131,7 +130,6 @@ class _Export:
     """Calls in the order in which they are made."""
 
     observed: list[Observed]
-    sizes: tuple[int, int]
     samples: Any = 0
     calls: list[ModuleCall] = field(default_factory=list)
 
@@ -158,16 +156,12 @@ class _Export:
         """What a call gives, for a number of samples that is a symbol."""
         observed, found = self.observed[index], []
         for result in observed.results:
-            rows = result.rows(self.sizes)
-            if rows is None:
+            shape = result.shape(samples)
+            if shape is None:
                 raise DecomposeError(
-                    f"module {observed.path} gives a tensor of {' and '.join(map(str, result.shapes))} for "
-                    f"{' and '.join(map(str, self.sizes))} samples; a layer's results have as many rows for each sample"
+                    f"module {observed.path} gives a tensor of {' and '.join(map(str, result.shapes.values()))} for "
+                    f"{' and '.join(map(str, result.shapes))} samples; a layer's results have as many rows for each sample"
                 )
-            shape = [
-                size if row is None else row * samples
-                for row, size in zip(rows, result.shapes[0], strict=True)
-            ]
             found.append(torch.empty(shape, dtype=result.dtype, device=device))
         return found
 
@@ -196,11 +190,11 @@ def _bind(traced: Traced, export: _Export) -> Traced:
     for node in list(traced.graph.nodes):
         if node.target is not _OPERATION:
             continue
-        tensors, sizes, _, index = node.args
+        tensors, sizes, samples, index = node.args
         call = export.calls[index]
         parameters, buffers = ([nodes[name] for name in names] for names in placeholders(call, known))
         with traced.graph.inserting_before(node):
-            bound = traced.graph.call_function(call, (tensors, sizes, parameters, buffers))
+            bound = traced.graph.call_function(call, (tensors, sizes, samples, parameters, buffers))
         bound.meta = node.meta
         node.replace_all_uses_with(bound)
         traced.graph.erase_node(node)

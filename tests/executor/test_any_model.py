@@ -58,6 +58,7 @@ SPECS = {
     "sequential": f"{HERE}/networks.py:sequential",
     "lstm": f"{HERE}/networks.py:lstm",
     "mixtral": f"hf:mixtral?{LLAMA}&num_local_experts=4",
+    "mixtral by data": f"hf:mixtral?{LLAMA}&num_local_experts=4&experts_implementation=eager",
     "albert, shared weights": f"hf:albert?{TEXT}&embedding_size=8",
     "gpt2 with lora": f"{GPT2}&lora=4",
     "experts by data": f"{HERE}/networks.py:mixture",
@@ -92,7 +93,8 @@ def profiled(options: RunOptions) -> Profile:
 def each_layer_alone(options: RunOptions, devices: int) -> Schedule:
     """A verified schedule of packs of one layer."""
     profile = profiled(options)
-    assert profile.model.cut_by == ("tape" if options.model.endswith(":mixture") else "export")
+    is_by_data = options.model in (SPECS["mixtral by data"], SPECS["experts by data"])
+    assert profile.model.cut_by == ("tape" if is_by_data else "export")
     num_layers = len(profile.layers)
     assert num_layers >= 3
     fixed = Fixed(2, 2, (1,) * (num_layers - 1), (1,) * num_layers)
