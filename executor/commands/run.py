@@ -1,4 +1,4 @@
-"""`harmony-executor run`: train by a schedule."""
+"""`harmony-executor run`: train by a schedule, or by a script (script.py)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from executor.commands.options import (
     check_output,
     optimizer_settings,
 )
+from executor.commands.script import is_script, run_script, was_given
 from planner.contract import store
 from planner.contract.errors import FormatError
 from planner.contract.output import STANDARD, check_outputs
@@ -37,12 +38,20 @@ from planner.contract.units import parse_bytes
 
 
 def run_command(
+    context: typer.Context,
     schedule_file: Annotated[
         str | None,
         typer.Argument(
-            metavar="SCHEDULE", help="What to run; - reads standard input. May be left out with --plain."
+            metavar="SCHEDULE",
+            help="What to run; - reads standard input. May be left out with --plain. Or a SCRIPT.py with a loop of its own.",
         ),
     ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Of SCRIPT.py, behind --.")
+    ] = None,
+    devices: Annotated[
+        int, typer.Option("--devices", min=1, help="With SCRIPT.py: how many, one process each.")
+    ] = 1,
     model: Annotated[
         str | None, typer.Option("--model", metavar="SPEC", help="The planned one where not given.")
     ] = None,
@@ -109,6 +118,13 @@ def run_command(
     as_json: Json = False,
 ) -> None:
     """Train by a schedule and record what ran when."""
+    if schedule_file is not None and is_script(schedule_file):
+        run_script(context, schedule_file, devices, arguments or ())
+        return
+    if arguments or was_given(context, "devices"):
+        raise FormatError(
+            f"{' '.join(arguments) if arguments else '--devices'}: only with a script; a schedule says it itself"
+        )
     check_device(device)
     check_dtype(dtype)
     if clip_norm is not None and not 0 < clip_norm < math.inf:

@@ -291,6 +291,39 @@ def test_tied_weights_are_one_parameter() -> None:
     assert torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
 
 
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "executor", "run", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_command_line_runs_a_script(profile: Profile, tmp_path: Path) -> None:
+    """`harmony-executor run script.py` is what torchrun is, one process a device."""
+    plain, file, output = Plain(STEPS), tmp_path / "schedule.json", tmp_path / "result.json"
+    store.save(make_schedule(profile, 2), file)
+    script = Path(looped.__file__)
+    done = run_script(str(script), "--devices", "2", "--", str(file), str(STEPS), str(output))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(output.read_text())["losses"] == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_script_that_fails_or_is_asked_for_what_it_says_itself(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(3)")
+    done = run_script(str(script))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("rank 0 ended with exit status 3; what it printed says why")
+    for arguments, message in (
+        ((str(script), "--steps", "3"), f"--steps: not with {script}, whose own loop says it"),
+        ((str(tmp_path / "none.py"),), f"{tmp_path / 'none.py'}: no such file"),
+        (("plan.json", "more"), "more: only with a script; a schedule says it itself"),
+        (("plan.json", "--devices", "2"), "--devices: only with a script; a schedule says it itself"),
+    ):
+        done = run_script(*arguments)
+        assert (done.returncode, done.stderr.splitlines()[-1].removeprefix("harmony-executor: ")) == (2, message)
+
+
 MISMATCHES = {
     "one stops early": "if rank == 1 and session.done == 2: break",
     "one asks alone": "if rank == 1 and session.done == 2: session.state_dict()",
