@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from executor.decompose import Decomposition, decompose
+from executor.decompose.cut import TAPE
 from executor.decompose.move import move_code
 from executor.hollow import give_memory, hollow
 from executor.models import DTYPES
@@ -28,6 +29,8 @@ def load(options: RunOptions, *, check: bool) -> Loaded:
 
 def load_structure(options: RunOptions) -> Loaded:
     """The same without the weights' values and memory, where the model can be built and cut so; else with them."""
+    if options.cut_by == TAPE:
+        return load(options, check=False)
     try:
         with hollow():
             workload = options.load()
@@ -38,13 +41,15 @@ def load_structure(options: RunOptions) -> Loaded:
     ):  # the model's own code may need its weights in any way; loaded whole it says what is wrong
         return load(options, check=False)
     # what is run to be cut needs its weights
-    return load(options, check=False) if loaded[1].cut_by == "tape" else loaded
+    return load(options, check=False) if loaded[1].cut_by == TAPE else loaded
 
 
 def cut(workload: Workload, options: RunOptions, *, check: bool) -> Loaded:
     """A workload that is there already, its layers, and their sizes as a profile has them."""
     example = workload.draw(torch.Generator().manual_seed(0), 2)
-    decomposition = decompose(workload, example, patterns=options.patterns, check=check)
+    decomposition = decompose(
+        workload, example, patterns=options.patterns, check=check, cut_by=options.cut_by
+    )
     if options.device == "cuda":
         move_code(decomposition, torch.device("cuda"))
     profile = structure(decomposition, options.model, options.recipe, options.patterns)
@@ -57,6 +62,7 @@ def as_planned(schedule: Schedule, options: RunOptions) -> RunOptions:
     return replace(
         options,
         patterns=options.patterns or planned.model.patterns,
+        cut_by=planned.model.cut_by if planned.model.cut_by == TAPE else "",
         dtype=options.dtype or (planned.dtype if planned.dtype in DTYPES else ""),
     )
 

@@ -22,6 +22,7 @@ class RunOptions:
     allocates counts against their budget; without, it costs no time to look at.
     clip_norm: the largest norm over all gradients; larger ones are scaled down to it.
     dtype: what the model is rounded to; as it is where empty.
+    cut_by: how the model was cut, as profiles have it, where that is known.
     given: how parameters are stepped, instead of `optimizer` and `settings`.
     done: iterations that an earlier run has done; steps are those that follow. weights: a file to start from.
     """
@@ -36,6 +37,7 @@ class RunOptions:
     paced: bool = True
     metered: bool = True
     patterns: tuple[str, ...] = ()
+    cut_by: str = ""
     clip_norm: float | None = None
     dtype: str = ""
     given: Recipe | None = None

@@ -55,7 +55,9 @@ def train(
     """
     if decomposition is None:
         example = workload.draw(torch.Generator().manual_seed(0), 2)
-        decomposition = decompose(workload, example, patterns=options.patterns, check=False)
+        decomposition = decompose(
+            workload, example, patterns=options.patterns, check=False, cut_by=options.cut_by
+        )
     place = torch.device("cuda" if options.device == "cuda" else "cpu")
     model, minibatch = workload.model.to(place), samples[-1][1]
     meter = Meter(budget_bytes, "plain")

@@ -1,6 +1,6 @@
 """From a model to layers: export, name the layers, split, check the whole against the cut."""
 
+from executor.decompose.cut import decompose
 from executor.decompose.layers import Boundary, DecomposeError, Decomposition, Layer
-from executor.decompose.split import decompose
 
 __all__ = ["Boundary", "DecomposeError", "Decomposition", "Layer", "decompose"]

@@ -17,8 +17,12 @@ COARSE_ROUNDINGS = 8
 """How many roundings types of fewer bits than float32 may be apart."""
 
 
+class CheckError(DecomposeError):
+    """The cut model is another than the whole one."""
+
+
 def check_cut(workload: Workload, decomposition: Decomposition, batch: dict[str, Tensor]) -> Decomposition:
-    """Raises DecomposeError that names the first layer whose results differ; rounding is a notice.
+    """Raises CheckError that names the first layer whose results differ; rounding is a notice.
 
     The model, its buffers and the random generators are left as they were.
     """
@@ -105,7 +109,7 @@ def _compare(
     if not torch.equal(whole.loss, cut.loss):
         difference = _difference(whole.loss, cut.loss)
         if not difference <= _tolerance(cut.loss):
-            raise DecomposeError(
+            raise CheckError(
                 f"{how}the cut model's loss is {cut.loss.item()}, the whole model's {whole.loss.item()}; "
                 f"it is not the same model"
             )
@@ -114,9 +118,7 @@ def _compare(
         )
     if set(whole.gradients) != set(cut.gradients):
         name = sorted(set(whole.gradients) ^ set(cut.gradients))[0]
-        raise DecomposeError(
-            f"parameter {name} has a gradient in the whole model or in the cut one, not in both"
-        )
+        raise CheckError(f"parameter {name} has a gradient in the whole model or in the cut one, not in both")
     # from the end: there a wrong gradient begins
     for i, layer in reversed(list(enumerate(decomposition.layers))):
         for kind, names, ours, theirs in (
@@ -129,7 +131,7 @@ def _compare(
                 difference = _difference(ours[name], theirs[name])
                 where = f"{how}layer {i} ({layer.name}): {kind} of {name} differs"
                 if not difference <= _tolerance(ours[name]):
-                    raise DecomposeError(f"{where} by {difference:.1e}, relative")
+                    raise CheckError(f"{where} by {difference:.1e}, relative")
                 notices.append(f"{where} by rounding ({difference:.1e}, relative)")
 
 

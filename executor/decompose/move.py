@@ -6,6 +6,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from executor.decompose.autocast import is_entering
 from executor.decompose.layers import Decomposition
 
 
@@ -16,6 +17,8 @@ def move_code(decomposition: Decomposition, device: torch.device) -> None:
             if node.op == "call_function":
                 node.args = _moved(node.args, device)
                 node.kwargs = _moved(node.kwargs, device)
+            if is_entering(node) and node.args[0] == "cpu":
+                node.args = (device.type, *node.args[1:])
         layer.code.to(device)
         layer.code.recompile()
 

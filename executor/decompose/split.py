@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from executor.decompose.autocast import Entered, state_of
 from executor.decompose.effects import (
     draws_random_numbers,
     ignores_gradients,
@@ -24,48 +24,27 @@ from executor.decompose.effects import (
     written,
 )
 from executor.decompose.layers import BATCH, Boundary, Decomposition, Layer, TensorName
-from executor.decompose.naming import LayerNames, check_patterns, layer_names
-from executor.decompose.notices import lost_hooks, switch_off_checkpointing
-from executor.decompose.tape import trace_calls
-from executor.decompose.trace import WRAPPED, Traced, TraceError, trace
+from executor.decompose.naming import LayerNames
+from executor.decompose.trace import WRAPPED, Traced
 from executor.workload import Workload
 
 INPUTS = "inputs"
 
 
-def decompose(
-    workload: Workload, batch: dict[str, Tensor], *, patterns: Sequence[str] = (), check: bool = True
-) -> Decomposition:
-    """A workload's layers, from one example batch of two or more samples.
-
-    patterns: module paths that are layers; without them repeated modules are found. check: run one microbatch
-    whole and cut and compare. Raises DecomposeError.
-    """
-    check_patterns(workload.model, patterns)
-    first_notices = [*switch_off_checkpointing(workload.model), *lost_hooks(workload.model)]
-    try:
-        traced, cut_by = trace(workload, batch), "export"
-        names = layer_names(workload.model, patterns, _calls(traced))
-    except TraceError as error:
-        (traced, names), cut_by = trace_calls(workload, batch, patterns, error), "tape"
-        first_notices.append(f"cut by a tape, with the modules that are layers whole: {error}")
+def split(workload: Workload, traced: Traced, names: LayerNames, cut_by: str) -> Decomposition:
+    """The layers of a traced graph; cut_by: how it was traced."""
     assigned, titles = _assign(traced, names)
     assigned, titles, notices = _merge(traced, assigned, titles)
-    decomposition = _Splitter(workload, traced, assigned, titles, cut_by).split([*first_notices, *notices])
-    if check:
-        from executor.decompose.check import check_cut
-
-        return check_cut(workload, decomposition, batch)
-    return decomposition
+    return _Splitter(workload, traced, assigned, titles, cut_by).split(notices)
 
 
-def _calls(traced: Traced) -> dict[str, int]:
+def calls(traced: Traced) -> dict[str, int]:
     """How often each module is called."""
-    calls: dict[str, set[str]] = {}
+    found: dict[str, set[str]] = {}
     for node in traced.graph.nodes:
         for path, call in _modules(node):
-            calls.setdefault(path, set()).add(call)
-    return {path: len(found) for path, found in calls.items()}
+            found.setdefault(path, set()).add(call)
+    return {path: len(numbers) for path, numbers in found.items()}
 
 
 def _assign(traced: Traced, names: LayerNames) -> tuple[dict[fx.Node, int], list[tuple[str, str]]]:
@@ -264,8 +243,11 @@ class _Splitter:
         for n in given:
             if n in changed:
                 made[n] = graph.call_function(torch.ops.aten.clone.default, (made[n],))
+        entered = Entered(graph)
         for node in nodes:
+            entered.become(state_of(node))
             made[node] = graph.node_copy(node, lambda n: made[n])
+        entered.become(None)
         graph.output(tuple(made[n] for n in outputs))
         name, path = self.titles[index]
         mutated = {
@@ -334,7 +316,10 @@ class _Splitter:
             arguments = torch.utils._pytree.tree_map(
                 text, (node.args, node.kwargs), is_leaf=lambda v: isinstance(v, fx.Node)
             )
-            lines.append(f"{node.target} {arguments}")
+            state = state_of(node)
+            lines.append(
+                f"{node.target} {arguments}" if state is None else f"{node.target} {arguments} {state}"
+            )
             # by the names export gave: two equal blocks may be measured twice, two unequal ones never as one
             lines += [f"{n.target} {n.args} {n.kwargs}" for n in operations(node) if n is not node]
         lines.append(f"outputs {[text(n) for n in outputs]}")

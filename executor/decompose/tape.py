@@ -37,7 +37,7 @@ _exported: list[_Export] = []
 
 
 def trace_calls(
-    workload: Workload, batch: dict[str, Tensor], patterns: Sequence[str], cause: TraceError
+    workload: Workload, batch: dict[str, Tensor], patterns: Sequence[str], cause: DecomposeError | None
 ) -> tuple[Traced, LayerNames]:
     """A graph in which modules that begin layers stay whole, and the names of its layers.
 
@@ -49,7 +49,8 @@ def trace_calls(
     for attempt in (names,) if patterns else (names, enclosing(workload.model, names)):
         for items in (attempt.always, attempt.always | attempt.later):
             tried.setdefault(_outermost(items), attempt)
-    failure = cause
+    failure = cause or DecomposeError("the model has no modules to cut between")
+    first = failure
     for paths, attempt in tried.items():
         if not paths:
             continue
@@ -57,7 +58,7 @@ def trace_calls(
             return _trace(workload, batch, paths), attempt
         except TraceError as error:
             failure = error
-    if failure is cause or "fixes the number of samples" in str(failure):
+    if failure is first or "fixes the number of samples" in str(failure):
         raise failure
     raise DecomposeError(
         f"{failure}; control flow that depends on data must lie within a layer: --layers names modules that stay whole"

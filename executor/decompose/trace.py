@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
+from executor.decompose.autocast import take_apart
 from executor.decompose.effects import changes_something
 from executor.decompose.layers import DecomposeError
 from executor.workload import Workload
@@ -116,6 +117,7 @@ def _check_example(workload: Workload, batch: dict[str, Tensor]) -> None:
 
 def _read(program: ExportedProgram, names: tuple[str, ...], fixed: frozenset[str]) -> Traced:
     signature, graph = program.graph_signature, program.graph
+    take_apart(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and "_assert" in str(node.target) and not node.users:
             graph.erase_node(node)

@@ -25,6 +25,37 @@ def sequential() -> Workload:
     )
 
 
+class Careful(nn.Module):
+    """Part of it stays in float32 under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.gelu(self.wide(self.norm(x)))
+        with torch.autocast("cpu", enabled=False):
+            y = self.narrow(y.float())
+        out: Tensor = x + self.drop(y)
+        return out
+
+
+def autocast() -> Workload:
+    """The blocks run in bfloat16 where torch.autocast says so."""
+
+    def draw(generator: torch.Generator, num_samples: int) -> Batch:
+        return {name: torch.randn(num_samples, 8, generator=generator) for name in "xy"}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            predicted = model(batch["x"])
+        return functional.mse_loss(predicted.float(), batch["y"])
+
+    return Workload(nn.Sequential(*(Careful() for _ in range(3)), nn.Linear(8, 8)), draw, loss)
+
+
 class UNet(nn.Module):
     """Ronneberger, Fischer and Brox, MICCAI 2015: each level's result skips to the other side."""
 

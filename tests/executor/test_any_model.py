@@ -61,6 +61,7 @@ SPECS = {
     "mixtral by data": f"hf:mixtral?{LLAMA}&num_local_experts=4&experts_implementation=eager",
     "albert, shared weights": f"hf:albert?{TEXT}&embedding_size=8",
     "gpt2 with lora": f"{GPT2}&lora=4",
+    "under autocast": f"{HERE}/networks.py:autocast",
     "experts by data": f"{HERE}/networks.py:mixture",
 }
 

@@ -24,6 +24,7 @@ from executor.decompose.check import check_cut
 from executor.models import load_workload
 from executor.randomness import mixed_seed, seed_layer, seeding_hooks
 from executor.workload import Workload
+from tests.executor import networks
 
 ROOT = Path(__file__).parents[2]
 GPT = "hf:gpt2?n_layer=2&n_embd=16&n_head=2&vocab_size=40&n_positions=16&seq=6"
@@ -453,6 +454,7 @@ HASHED = """
 import torch
 from executor.decompose import decompose
 from executor.workload import Workload
+from tests.executor import networks
 model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)], torch.nn.BatchNorm1d(4))
 draw = lambda generator, n: {"x": torch.randn(n, 4), "y": torch.randn(n, 4)}
 loss = lambda model, batch: (model(batch["x"]) - batch["y"]).pow(2).sum() / batch["x"].shape[0]
@@ -548,6 +550,28 @@ def test_parameter_that_nothing_uses_lies_in_the_last_layer() -> None:
     decomposition = cut(workload)
     assert {"idle.weight", "idle.bias"} < set(decomposition.layers[-1].parameters)
     assert decomposition.notices == ("layer blocks.2 also holds what no layer uses: idle.weight, idle.bias",)
+
+
+def test_recompute_runs_under_the_same_autocast_state() -> None:
+    """Case 4: layers enter the state themselves, and the caller's is left as it was."""
+    workload = networks.autocast()
+    decomposition = cut(workload)
+    assert [layer.name for layer in decomposition.layers] == ["0", "1", "2", "3"]
+    assert decomposition.notices == ()
+    assert decomposition.layers[1].signature == decomposition.layers[2].signature
+    layer, x = decomposition.layers[0], torch.randn(2, 8)
+    parameters = [decomposition.parameters[name] for name in layer.parameters]
+    results: list[Tensor] = []
+    for is_recomputed in (False, True):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(is_recomputed):
+            results += layer(parameters, [], [x], 2)
+        assert not torch.is_autocast_enabled("cpu")
+    assert torch.equal(*results)
+    torch.manual_seed(0)
+    in_float32 = workload.model.get_submodule("0")(x)
+    assert not torch.equal(in_float32, results[0])
+    assert torch.allclose(in_float32, results[0], rtol=0.05, atol=0.05)
 
 
 def test_example_of_one_sample_is_refused() -> None:

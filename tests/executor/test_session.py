@@ -321,7 +321,10 @@ def test_script_that_fails_or_is_asked_for_what_it_says_itself(tmp_path: Path) -
         (("plan.json", "--devices", "2"), "--devices: only with a script; a schedule says it itself"),
     ):
         done = run_script(*arguments)
-        assert (done.returncode, done.stderr.splitlines()[-1].removeprefix("harmony-executor: ")) == (2, message)
+        assert (done.returncode, done.stderr.splitlines()[-1].removeprefix("harmony-executor: ")) == (
+            2,
+            message,
+        )
 
 
 MISMATCHES = {

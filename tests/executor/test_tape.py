@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,34 @@ def test_statistics_are_found_and_the_model_is_left_as_it_was() -> None:
     assert [len(layer.mutated_buffers) for layer in decomposition.layers] == [3, 3, 3, 0]
     assert all("forward" not in vars(module) for module in workload.model.modules())
     assert all(torch.equal(value, before[name]) for name, value in workload.model.state_dict().items())
+
+
+def test_tape_takes_over_where_export_gives_another_model() -> None:
+    """Under autocast torch.export forgets that a block is without gradients."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = self.linear(x).abs().mean(-1, keepdim=True) + 1
+            out: Tensor = self.linear(x) / scale
+            return out
+
+    def under_autocast(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = model(batch["x"]).float().square().mean()
+            return out
+
+    workload = make_workload(nn.Sequential(*(Scaled() for _ in range(3))))
+    decomposition = cut(replace(workload, loss=under_autocast))
+    assert decomposition.cut_by == "tape"
+    assert "gradient of 2.linear" in decomposition.notices[0]
+    known = cut(replace(workload, loss=under_autocast), cut_by="tape", check=False)
+    assert known.structure_hash == decomposition.structure_hash
+    assert cut(workload).cut_by == "export"
 
 
 def test_control_flow_between_layers_says_what_helps() -> None:
