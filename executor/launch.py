@@ -37,7 +37,7 @@ from executor.prepare import check_checkpoints, prepare, resumed_options
 from executor.record import merge
 from executor.recorder import RankRecord
 from executor.replay import Aborted
-from executor.weights import attach, save_weights
+from executor.weights import save_weights
 from planner.contract import store as files
 from planner.contract.errors import HarmonyError
 from planner.contract.output import check_outputs
@@ -275,7 +275,6 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
     has_weights = rank == 0 and options.weights is None and job.resumed is None
     loaded = load(options, check=True) if has_weights else load_structure(options)
     ready = prepare(schedule, options, *loaded, resumed=job.resumed)
-    attach(ready.store, ready.decomposition)
     losses: list[float] = []
 
     def note(iteration: int, loss: float, seconds: float) -> None:

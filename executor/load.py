@@ -62,7 +62,7 @@ def as_planned(schedule: Schedule, options: RunOptions) -> RunOptions:
     return replace(
         options,
         patterns=options.patterns or planned.model.patterns,
-        cut_by=planned.model.cut_by if planned.model.cut_by == TAPE else "",
+        cut_by=planned.model.cut_by,
         dtype=options.dtype or (planned.dtype if planned.dtype in DTYPES else ""),
     )
 

@@ -23,7 +23,7 @@ from executor.options import RunOptions
 from executor.replay import Rank
 from executor.structure import LayerPlaces, layer_places
 from executor.text import fingerprint
-from executor.weights import ModelState, fill, fill_from, model_state, open_weights
+from executor.weights import ModelState, attach, fill, fill_from, model_state, open_weights
 from executor.workload import Workload
 from planner.contract.errors import HarmonyError
 from planner.contract.precedence import Graph
@@ -82,7 +82,9 @@ def prepare(
         "" if options.data is None else fingerprint(options.data),
     )
     state = model_state(workload, decomposition)
-    if rank == 0:
+    if rank != 0:
+        attach(store, decomposition)
+    else:
         fill(store, decomposition)
         if options.weights is not None:
             fill_from(store, decomposition, open_weights(options.weights))

@@ -38,7 +38,7 @@ from executor.models import DTYPES
 from executor.optimizer import recipe_of
 from executor.options import DeviceKind, RunOptions
 from executor.prepare import check_checkpoints, prepare, resumed_options
-from executor.weights import attach, layer_state
+from executor.weights import layer_state
 from executor.workload import flat
 from planner.contract import store as files
 from planner.contract.errors import HarmonyError
@@ -156,7 +156,6 @@ class Session:
         workload = flat(model, self._draw, loss, dtype=dtype, count=count)
         loaded = cut(workload, options, check=self.is_first and not is_hollow)
         self._ready = prepare(self._plan, options, *loaded, resumed=resumed)
-        attach(self._ready.store, self._ready.decomposition)
         if self.done:
             self._note_stepped()
         self._ready.rank.start(self._ready.save if self._ready.writer is not None else None)
@@ -170,7 +169,6 @@ class Session:
             raise HarmonyError(
                 f"parameter {hollow[0] if hollow else 'of the model'} has no values; say weights=FILE, or build the model with them"
             )
-        # the optimizer knows the parameters that the model has now: these get the memory
         give_memory(self._model)
         return True
 

@@ -69,6 +69,13 @@ class Workload:
         """Samples [first, end) of a flat batch."""
         return {name: tensor if name in self.fixed else tensor[first:end] for name, tensor in batch.items()}
 
+    def with_one_more(self, batch: Batch) -> Batch:
+        """A flat batch with its first sample once more."""
+        return {
+            name: tensor if name in self.fixed else torch.cat([tensor, tensor[:1]])
+            for name, tensor in batch.items()
+        }
+
     def num_samples(self, batch: Batch) -> int:
         """How many samples a flat batch has."""
         return next(tensor.shape[0] for name, tensor in batch.items() if name not in self.fixed)

@@ -33,12 +33,11 @@ class Result:
         """Its shape for any number of samples; None where some dimension is neither fixed nor rows for each sample."""
         found: list[Any] = []
         for dims in zip(*self.shapes.values(), strict=True):
-            by_size = dict(zip(self.shapes, dims, strict=True))
-            rows = {dim / size for size, dim in by_size.items()}
+            rows = {dim / size for size, dim in zip(self.shapes, dims, strict=True)}
             if len(set(dims)) == 1:
                 found.append(dims[0])
-            elif len(rows) == 1 and rows.copy().pop().is_integer():
-                found.append(int(rows.pop()) * samples)
+            elif len(rows) == 1 and (a_sample := rows.pop()).is_integer():
+                found.append(int(a_sample) * samples)
             else:
                 return None
         return tuple(found)

@@ -54,8 +54,7 @@ def _another_size(
 ) -> dict[str, Tensor]:
     """One sample; one more than there are where samples are mixed, since BatchNorm refuses one."""
     if any(layer.batch_coupled for layer in decomposition.layers):
-        more = {name: torch.cat([tensor, tensor[:1]]) for name, tensor in batch.items()}
-        return more | {name: batch[name] for name in workload.fixed}
+        return workload.with_one_more(batch)
     return workload.samples(batch, 0, 1)
 
 

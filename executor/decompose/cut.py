@@ -11,7 +11,7 @@ from executor.decompose.check import CheckError, check_cut
 from executor.decompose.layers import Decomposition
 from executor.decompose.naming import check_patterns, layer_names
 from executor.decompose.notices import lost_hooks, switch_off_checkpointing
-from executor.decompose.split import calls, split
+from executor.decompose.split import count_calls, split
 from executor.decompose.tape import trace_calls
 from executor.decompose.trace import TraceError, trace
 from executor.workload import Workload
@@ -39,7 +39,7 @@ def decompose(
     if cut_by != TAPE:
         try:
             traced = trace(workload, batch)
-            names = layer_names(workload.model, patterns, calls(traced))
+            names = layer_names(workload.model, patterns, count_calls(traced))
             found = split(workload, traced, names, "export")
             return _with(notices, check_cut(workload, found, batch) if check else found)
         except (TraceError, CheckError) as error:

@@ -78,10 +78,11 @@ def ignores_gradients(node: fx.Node) -> bool:
     """Whether no gradient flows through an operation: detach, zeros_like, or a block without gradients."""
     if isinstance(node.target, ModuleCall):
         return False
-    source: Any = node.args[0] if node.target is operator.getitem else node
-    if isinstance(source.target, ModuleCall):
-        position: Any = node.args[1]
-        return not source.target.observed.results[position].requires_grad
+    if node.target is operator.getitem:
+        arguments: Any = node.args
+        source, position = arguments
+        if isinstance(source.target, ModuleCall):
+            return not source.target.observed.results[position].requires_grad
     name = str(node.target)
     operation = name.removeprefix("aten.").partition(".")[0]
     makes_new = operation.endswith("_like") or operation.startswith("new_")

@@ -38,7 +38,7 @@ def split(workload: Workload, traced: Traced, names: LayerNames, cut_by: str) ->
     return _Splitter(workload, traced, assigned, titles, cut_by).split(notices)
 
 
-def calls(traced: Traced) -> dict[str, int]:
+def count_calls(traced: Traced) -> dict[str, int]:
     """How often each module is called."""
     found: dict[str, set[str]] = {}
     for node in traced.graph.nodes:

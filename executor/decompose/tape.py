@@ -93,10 +93,8 @@ def _run(workload: Workload, batch: dict[str, Tensor]) -> None:
 
 def _trace(workload: Workload, batch: dict[str, Tensor], paths: tuple[str, ...]) -> Traced:
     """Raises TraceError."""
-    larger = {name: torch.cat([tensor, tensor[:1]]) for name, tensor in batch.items()}
-    larger |= {name: batch[name] for name in workload.fixed}
     runs: list[list[Observed]] = []
-    for part in (batch, larger):
+    for part in (batch, workload.with_one_more(batch)):
         calls: list[Observed] = []
         with forwards(workload.model, paths, observing(calls, workload.num_samples(part))):
             _run(workload, part)

@@ -93,6 +93,11 @@ def _seed(step: int, first: int, layer: int) -> None:
     seed_layer(0, step, layer, first)
 
 
+def open_session(profile: Profile, **options: Any) -> Session:
+    model = make_model()
+    return Session(make_schedule(profile), model, make_optimizer(model), loss, make_batches(1)[0], **options)
+
+
 def train(session: Session, scheduler: Any, batches: list[dict[str, Tensor]]) -> list[StepResult]:
     results = []
     for batch in session.batches(batches):
@@ -230,16 +235,8 @@ def test_as_many_processes_as_devices(profile: Profile) -> None:
 
 @pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan"), float("inf"), "1"])
 def test_a_norm_that_is_none_is_refused(profile: Profile, clip_norm: Any) -> None:
-    model = make_model()
     with pytest.raises(HarmonyError, match="must be a number, finite and above 0"):
-        Session(
-            make_schedule(profile),
-            model,
-            make_optimizer(model),
-            loss,
-            make_batches(1)[0],
-            clip_norm=clip_norm,
-        )
+        open_session(profile, clip_norm=clip_norm)
 
 
 @pytest.mark.parametrize(
@@ -252,24 +249,12 @@ def test_a_norm_that_is_none_is_refused(profile: Profile, clip_norm: Any) -> Non
     ],
 )
 def test_requests_that_make_no_sense_are_refused(profile: Profile, given: Any, message: str) -> None:
-    model = make_model()
     with pytest.raises(HarmonyError, match=message):
-        Session(
-            make_schedule(profile),
-            model,
-            make_optimizer(model),
-            loss,
-            make_batches(1)[0],
-            clip_norm=CLIP,
-            **given,
-        )
+        open_session(profile, clip_norm=CLIP, **given)
 
 
 def test_a_step_needs_a_batch(profile: Profile) -> None:
-    model = make_model()
-    session = Session(
-        make_schedule(profile), model, make_optimizer(model), loss, make_batches(1)[0], clip_norm=CLIP
-    )
+    session = open_session(profile, clip_norm=CLIP)
     with pytest.raises(HarmonyError, match=r"step\(\) without a batch"), session:
         session.step()
 
