@@ -6,7 +6,7 @@ VENV ?= .venv
 # make venv PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
 PIP_FLAGS ?=
 # more arguments for pytest, e.g. -k name, -n 2
-PYTEST_FLAGS ?=
+PYTEST_FLAGS ?= -n 2
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

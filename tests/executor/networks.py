@@ -37,7 +37,7 @@ class Careful(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = functional.gelu(self.wide(self.norm(x)))
         with torch.autocast("cpu", enabled=False):
-            y = self.narrow(y.float())
+            y = self.narrow(y.to(self.narrow.weight.dtype))
         out: Tensor = x + self.drop(y)
         return out
 
