@@ -5,7 +5,7 @@ VENV ?= .venv
 # more arguments for pip, e.g. the index of another torch build:
 # make venv PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
 PIP_FLAGS ?=
-# more arguments for pytest, e.g. -k name, -n 2
+# more arguments for pytest, e.g. -k name; -n 0 runs the tests in one process
 PYTEST_FLAGS ?= -n 2
 
 BIN := $(VENV)/bin
@@ -43,10 +43,10 @@ schema: $(READY) ## write profiles/*.schema.json
 	$(BIN)/python -c "$$SCHEMA"
 
 golden: $(READY) ## rewrite the golden files of the tests; review them as a diff
-	$(PYTEST) tests/planner --update-golden
+	$(PYTEST) -n 0 tests/planner --update-golden
 
 gpu-test: $(READY) ## run the tests that need a GPU, and the slow ones
-	$(PYTEST) --slow -m 'gpu or slow'
+	$(PYTEST) -n 0 --slow -m 'gpu or slow'
 
 # ---- the demo: a GPT-2 of 29 M parameters in 40 % of the memory that it needs, on one and on two virtual devices
 
