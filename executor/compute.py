@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from executor.decompose.layers import TensorName
+from executor.decompose.layers import Decomposition, TensorName
 from executor.host import over_storage
 from executor.memory import Held
 from executor.randomness import seed_layer
@@ -45,24 +45,28 @@ def run_forward(rank: Rank, action: Forward, iteration: int) -> bool:
     started = time.perf_counter()
     pack = rank.rules.forward_packs[action.pack]
     first, end = rank.rules.forward_samples[action.microbatch]
-    weights = _weights(
+    weights = pack_weights(
         rank, rank.rules.forward_weights(action.pack, rank.rules.forward_replica[action.microbatch])
     )
     makes = rank.rules.effects(action).makes
     handed = {v: [(t.src, t.name) for t in rank.rules.tensors_of(v)] for v in makes if v.kind in "YS"}
     saves = next((value for value in makes if value.kind == "AF"), None)
-    environment = _given(rank, action)
+    environment = given(rank, action)
     with rank.device.on("compute"):
         graph = _open_graph(rank, action, weights, environment) if saves is not None else None
         kept = {key for keys in handed.values() for key in keys}
         with graph.saved.hooks() if graph is not None else torch.no_grad():
             for layer in range(pack.first, pack.last + 1):
-                seed_layer(rank.options.seed, rank.options.done + iteration, layer, first)
-                _run_layer(rank, layer, weights, environment, end - first, own_buffers=False)
-                _forget(rank, environment, layer, pack.last, kept)
+                seed_layer(
+                    rank.options.seed, rank.options.done + rank.iterations.step(iteration), layer, first
+                )
+                run_layer(
+                    rank, rank.decomposition, layer, weights, environment, end - first, own_buffers=False
+                )
+                forget(rank, environment, layer, pack.last, kept)
         for value, keys in handed.items():
             rank.memory.keep(
-                value, {key: _standalone(rank, environment[key], environment, key) for key in keys}
+                value, {key: standalone(rank, environment[key], environment, key) for key in keys}
             )
         if saves is not None and graph is not None:
             ends = {
@@ -112,7 +116,7 @@ def run_backward(rank: Rank, action: Backward, iteration: int) -> bool:
     rules = rank.rules
     pack = rules.backward_packs[action.pack]
     replica = rules.backward_replica[action.microbatch]
-    weights = _weights(rank, rules.backward_weights(action.pack, replica))
+    weights = pack_weights(rank, rules.backward_weights(action.pack, replica))
     graph = rank.memory.graphs.pop(Value("AF", action.pack, action.microbatch), None)
     versions = _attach_gradients(rank, action, weights.parameters if graph is None else graph.parameters)
     with rank.device.on("compute"):
@@ -129,7 +133,7 @@ def run_backward(rank: Rank, action: Backward, iteration: int) -> bool:
             rank.memory.keep(
                 handed,
                 {
-                    k: _standalone(rank, t.grad if t.grad is not None else torch.zeros_like(t), {}, k)
+                    k: standalone(rank, t.grad if t.grad is not None else torch.zeros_like(t), {}, k)
                     for k, t in found.items()
                 },
             )
@@ -143,7 +147,7 @@ def _backward_after_forward(rank: Rank, action: Backward, weights: Held, iterati
     pack = rules.backward_packs[action.pack]
     samples = rules.backward_samples[action.microbatch]
     is_fused = action.pack == rules.fused
-    leaves = _leaves(rank, _given(rank, action))
+    leaves = _leaves(rank, given(rank, action))
     loss, ends = _recompute(rank, pack, samples, iteration, weights, dict(leaves), is_fused)
     if is_fused:
         share = float(rank.store.shares[iteration % 2][action.microbatch])
@@ -190,9 +194,17 @@ def _recompute(
     kept: set[TensorName] = set()
     loss = torch.empty(0)
     for layer in range(pack.first, pack.last + 1):
-        seed_layer(rank.options.seed, rank.options.done + iteration, layer, samples[0])
+        seed_layer(rank.options.seed, rank.options.done + rank.iterations.step(iteration), layer, samples[0])
         # statistics are updated once: by the forward, which for the fused pack is this one
-        out = _run_layer(rank, layer, weights, environment, samples[1] - samples[0], own_buffers=not is_fused)
+        out = run_layer(
+            rank,
+            rank.decomposition,
+            layer,
+            weights,
+            environment,
+            samples[1] - samples[0],
+            own_buffers=not is_fused,
+        )
         if is_fused and layer == pack.last:
             (loss,) = out
         for name in (
@@ -203,15 +215,22 @@ def _recompute(
             # a module that stays whole may give one that depends on no parameter this time
             if boundary.consumers[-1] > pack.last and boundary.is_differentiable and tensor.requires_grad:
                 ends[layer, name] = tensor
-        _forget(rank, environment, layer, pack.last, kept)
+        forget(rank, environment, layer, pack.last, kept)
     return loss, ends
 
 
-def _run_layer(
-    rank: Rank, layer: int, weights: Held, environment: Environment, num_samples: int, *, own_buffers: bool
+def run_layer(
+    rank: Rank,
+    cut: Decomposition,
+    layer: int,
+    weights: Held,
+    environment: Environment,
+    num_samples: int,
+    *,
+    own_buffers: bool,
 ) -> tuple[Tensor, ...]:
-    """Run one layer; its outputs go into the environment."""
-    code = rank.decomposition.layers[layer]
+    """Run one layer of a cut, for training or for evaluation; its outputs go into the environment."""
+    code = cut.layers[layer]
     parameters = weights.parameters.get(layer, {})
     buffers = weights.buffers.get(layer, {})
     held = [
@@ -230,7 +249,7 @@ def _run_layer(
     return out
 
 
-def _forget(rank: Rank, environment: Environment, layer: int, last: int, kept: set[TensorName]) -> None:
+def forget(rank: Rank, environment: Environment, layer: int, last: int, kept: set[TensorName]) -> None:
     """Let go of what no later layer of the pack uses and nobody outside waits for."""
     for key in list(environment):
         consumers = rank.decomposition.boundaries[key].consumers
@@ -238,7 +257,7 @@ def _forget(rank: Rank, environment: Environment, layer: int, last: int, kept: s
             del environment[key]
 
 
-def _standalone(rank: Rank, tensor: Tensor, environment: Environment, key: TensorName) -> Tensor:
+def standalone(rank: Rank, tensor: Tensor, environment: Environment, key: TensorName) -> Tensor:
     """The tensor in a storage of its own.
 
     A view would keep the rest alive, uncounted by the plan; a view of a slot would change with the slot's
@@ -260,7 +279,7 @@ def _standalone(rank: Rank, tensor: Tensor, environment: Environment, key: Tenso
     return tensor
 
 
-def _weights(rank: Rank, values: tuple[Value, ...]) -> Held:
+def pack_weights(rank: Rank, values: tuple[Value, ...]) -> Held:
     """Parameters and buffers of a pack, from one value or from several held ones."""
     if len(values) == 1:
         return rank.memory[values[0]]
@@ -314,7 +333,7 @@ def _note_touched(rank: Rank, versions: list[tuple[int, str, Tensor, int]]) -> N
             rank.store.touched[layer][name].fill_(True)
 
 
-def _given(rank: Rank, action: Forward | Backward) -> Environment:
+def given(rank: Rank, action: Forward | Backward) -> Environment:
     """The tensors that a pack is given, from the values that its effects read."""
     rules = rank.rules
     found: Environment = {}

@@ -78,7 +78,7 @@ def _swap_in_tensors(rank: Rank, value: Value, nbytes: int, iteration: int) -> N
     keys = [(t.src, t.name) for t in rank.rules.tensors_of(value)]
     shapes = {k: (boundaries[k].shape_of(samples[1] - samples[0]), boundaries[k].dtype) for k in keys}
     if any(key[0] == BATCH for key in keys):
-        rank.wait_for_batch(iteration)
+        rank.iterations.wait_for_batch(iteration)
     started = time.perf_counter()
     held = rank.memory.make(value, nbytes, "h2d", slot_bytes(shapes))
     assert held.slot is not None
@@ -151,7 +151,7 @@ def run_swap_out(rank: Rank, action: SwapOut, iteration: int) -> bool:
         assert flat is not None
         copies.append((rank.store.gradient_range(pack.first, pack.last), flat))
     else:
-        rank.wait_until_saved(min(rank.memory[value].buffers), iteration)
+        rank.iterations.wait_until_saved(min(rank.memory[value].buffers), iteration)
         for layer, buffers in rank.memory[value].buffers.items():
             if rank.decomposition.layers[layer].batch_coupled:
                 copies += [(target, buffers[name]) for name, target in rank.store.buffers(layer).items()]
@@ -232,7 +232,7 @@ def run_update(rank: Rank, action: Update, iteration: int) -> bool:
     if pack.update == "device":
         rank.residents.update(action.pack, rank.group_settings(iteration))
     else:
-        rank.wait_until_saved(pack.first, iteration)
+        rank.iterations.wait_until_saved(pack.first, iteration)
         scale = rank.store.agreed[1] if rank.rules.configuration.agree else None
         layers = range(pack.first, pack.last + 1)
         if rank.options.is_scaled and rank.store.scaling[2]:
@@ -250,7 +250,7 @@ def run_agree(rank: Rank, action: Agree, iteration: int) -> bool:
     norm, coefficient = rank.optimizer.norm(rank.decomposition.parameters), torch.ones(())
     if options.is_scaled:
         # a checkpoint of the iteration before has its scale
-        rank.wait_until_saved(len(rank.decomposition.layers) - 1, iteration)
+        rank.iterations.wait_until_saved(len(rank.decomposition.layers) - 1, iteration)
         coefficient = coefficient * scaling.agree(store.scaling, float(norm))
         norm = norm * coefficient
     if options.clip_norm is not None:

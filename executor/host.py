@@ -1,6 +1,7 @@
 """The host store: one shared mapping per server with all that does not fit the devices.
 
-    control      done[action], begun[action] (of sends), losses, failure, batch count, saved layers, busy links
+    control      done[action], begun[action] (of sends), losses, failure, batch count, saved layers, busy links,
+                 what iterations are (training or evaluation)
     weights      W and buffers of all layers, flat     gradients, states   likewise
     batch x 2    iterations alternate                  stash               one area per stashed tensor
 
@@ -33,7 +34,7 @@ CGROUPS = (
 """Where a container's limit and use are (cgroup v2, v1)."""
 PAGE = 4096
 WORD = 8
-NUM_WORDS = 4
+NUM_WORDS = 8
 """Control words that every store has."""
 
 
@@ -57,8 +58,8 @@ def plan_store(rules: Rules, decomposition: Decomposition, num_nodes: int) -> St
     costs, last = rules.costs, rules.costs.num_layers - 1
     devices = rules.configuration.num_devices
     microbatches = len(rules.backward_samples)
-    # failed, batches, saved, has_batch, busy[device][direction], calls[device], done[node], begun[node]; shares as
-    # float64, losses and agreed as float32, touched as bytes
+    # failed, batches, saved, has_batch, steps[half], is_evaluation[half], busy[device][direction], calls[device],
+    # done[node], begun[node]; shares as float64, losses and agreed as float32, touched as bytes
     trained = sum(len(layer.parameters) for layer in decomposition.layers)
     end = _page(
         WORD * (NUM_WORDS + 3 * devices + 2 * num_nodes + 2 * microbatches)
@@ -148,6 +149,10 @@ class HostStore:
         losses = shares + WORD * 2 * layout.num_microbatches
         words = memoryview(self._map)[:shares].cast("q")
         self._words = words
+        self.steps = words[4:6]
+        """Steps of training before an iteration; iterations alternate."""
+        self.evaluations = words[6:8]
+        """Whether an iteration is one of evaluation; iterations alternate."""
         self.busy = words[NUM_WORDS:calls]
         self.calls = words[calls:nodes]
         self.done = words[nodes : nodes + layout.num_nodes]

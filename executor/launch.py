@@ -30,7 +30,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from executor.load import as_planned, check_clipping, check_optimizer, load, load_structure
+from executor.load import (
+    as_planned,
+    check_clipping,
+    check_optimizer,
+    cut_for_evaluation,
+    load,
+    load_held_out,
+    load_structure,
+)
 from executor.machine import check_machine
 from executor.options import RunOptions
 from executor.prepare import check_checkpoints, prepare, resumed_options
@@ -42,10 +50,12 @@ from planner.contract import store as files
 from planner.contract.errors import HarmonyError
 from planner.contract.output import check_outputs
 from planner.contract.schedule import Schedule, parse_program
-from planner.contract.trace import Trace
+from planner.contract.trace import Evaluation, Trace
 
 Progress = Callable[[int, float, float], None]
 """progress(iteration, loss, seconds), as iterations end."""
+Evaluated = Callable[[Evaluation], None]
+"""evaluated(evaluation), as evaluations end."""
 
 PATIENCE = timedelta(hours=1)
 """How long ranks wait for each other while they load. A rank that dies is noticed by the parent at once."""
@@ -99,6 +109,7 @@ def run_schedule(
     weights_out: Path | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    evaluated: Evaluated | None = None,
 ) -> Trace:
     """Train by a schedule (or a file with one) and return the measured trace; write it, the weights, and checkpoints
     where options has them. resume: go on from the newest of these; options.steps counts what that one has done, too.
@@ -116,19 +127,20 @@ def run_schedule(
     check_checkpoints(options, resume)
     options, resumed = resumed_options(options) if resume else (options, None)
     job = Job(files.encode(schedule), options, weights_out, resumed)
-    note = progress or _note_nothing
+    note, note_evaluation = progress or _note_nothing, evaluated or _note_nothing
     is_rank = "RANK" in os.environ
-    trace = _run_as_rank(job, note) if is_rank else _run_locally(job, note)
+    run = _run_as_rank if is_rank else _run_locally
+    trace = run(job, note, note_evaluation)
     if trace_path is not None and (not is_rank or os.environ["RANK"] == "0"):
         files.save(trace, trace_path)
     return trace
 
 
-def _note_nothing(iteration: int, loss: float, seconds: float) -> None:
+def _note_nothing(*news: object) -> None:
     return
 
 
-def _run_locally(job: Job, progress: Progress) -> Trace:
+def _run_locally(job: Job, progress: Progress, evaluated: Evaluated) -> Trace:
     num_devices = job.schedule.configuration.num_devices
     # port 0: the system picks a free one, and nobody can take it in between
     rendezvous = dist.TCPStore(  # type: ignore[attr-defined]
@@ -145,7 +157,7 @@ def _run_locally(job: Job, progress: Progress) -> Trace:
             # the rank has the only writing end now: its end is the end of what we read
             theirs.close()
             ranks.append((process, ours))
-        return _watch(ranks, progress)
+        return _watch(ranks, progress, evaluated)
     finally:
         for process, _ in ranks:
             if process.is_alive():
@@ -155,7 +167,7 @@ def _run_locally(job: Job, progress: Progress) -> Trace:
             connection.close()
 
 
-def _watch(ranks: list[tuple[Any, Connection]], progress: Progress) -> Trace:
+def _watch(ranks: list[tuple[Any, Connection]], progress: Progress, evaluated: Evaluated) -> Trace:
     """Pass progress on until rank 0 hands over the trace; raise the first failure."""
     trace: Trace | None = None
     listening = {connection: rank for rank, (_, connection) in enumerate(ranks)}
@@ -180,6 +192,8 @@ def _watch(ranks: list[tuple[Any, Connection]], progress: Progress) -> Trace:
                 failures[rank] = message
             elif isinstance(message, Trace):
                 trace = message
+            elif isinstance(message, Evaluation):
+                evaluated(message)
             else:
                 progress(*message)
         if failures and deadline is None:
@@ -218,7 +232,7 @@ def _rank_main(job: Job, rank: int, port: int, parent_pid: int, parent: Connecti
     try:
         rendezvous = dist.TCPStore(LOOPBACK, port, None, False, PATIENCE)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=world, timeout=PATIENCE)
-        trace = _run_rank(job, rank, lambda *news: parent.send(news))
+        trace = _run_rank(job, rank, lambda *news: parent.send(news), parent.send)
         if trace is not None:
             parent.send(trace)
     except BaseException as error:
@@ -251,7 +265,7 @@ def _die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _run_as_rank(job: Job, progress: Progress) -> Trace:
+def _run_as_rank(job: Job, progress: Progress, evaluated: Evaluated) -> Trace:
     """This process is a rank of torchrun's. Every rank returns the trace."""
     num_devices, world = job.schedule.configuration.num_devices, int(os.environ.get("WORLD_SIZE", "1"))
     if world != num_devices:
@@ -259,14 +273,14 @@ def _run_as_rank(job: Job, progress: Progress) -> Trace:
             f"the schedule uses {num_devices} devices, torchrun started {world} ranks; use --nproc-per-node {num_devices}"
         )
     dist.init_process_group("gloo", timeout=PATIENCE)
-    box = [_run_rank(job, int(os.environ["RANK"]), progress)]
+    box = [_run_rank(job, int(os.environ["RANK"]), progress, evaluated)]
     dist.broadcast_object_list(box, src=0)
     dist.destroy_process_group()
     assert box[0] is not None
     return box[0]
 
 
-def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
+def _run_rank(job: Job, rank: int, on_iteration: Progress, on_evaluation: Evaluated) -> Trace | None:
     """Load, run, and on rank 0 merge."""
     options, schedule = job.options, job.schedule
     if options.device == "virtual":
@@ -275,13 +289,20 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
     has_weights = rank == 0 and options.weights is None and job.resumed is None
     loaded = load(options, check=True) if has_weights else load_structure(options)
     ready = prepare(schedule, options, *loaded, resumed=job.resumed)
+    held_out = None
+    if options.evaluate_every:
+        ready.rank.evaluation = cut_for_evaluation(
+            ready.workload, ready.decomposition, options, check=rank == 0
+        )
+        held_out = load_held_out(options) if rank == 0 else None
     losses: list[float] = []
 
     def note(iteration: int, loss: float, seconds: float) -> None:
         losses.append(loss)
         on_iteration(iteration, loss, seconds)
 
-    record = ready.rank.run(note, ready.save if ready.writer is not None else None)
+    save = ready.save if ready.writer is not None else None
+    record = ready.rank.run(note, save, on_evaluation, held_out)
     records: list[RankRecord | None] = [None] * dist.get_world_size()
     dist.gather_object(record, records if rank == 0 else None)
     if rank != 0:
@@ -290,4 +311,11 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress) -> Trace | None:
         ready.save(options.done + options.steps)
     if job.weights_out is not None:
         save_weights(ready.store, ready.decomposition, ready.state, job.weights_out)
-    return merge([r for r in records if r is not None], schedule, ready.graph, options, losses)
+    return merge(
+        [r for r in records if r is not None],
+        schedule,
+        ready.graph,
+        options,
+        losses,
+        ready.rank.iterations.evaluations,
+    )

@@ -9,6 +9,7 @@ import torch
 
 from executor.decompose import Decomposition, decompose
 from executor.decompose.cut import TAPE
+from executor.decompose.evaluation import decompose_for_evaluation
 from executor.decompose.move import move_code
 from executor.hollow import give_memory, hollow
 from executor.models import DTYPES
@@ -54,6 +55,25 @@ def cut(workload: Workload, options: RunOptions, *, check: bool) -> Loaded:
         move_code(decomposition, torch.device("cuda"))
     profile = structure(decomposition, options.model, options.recipe, options.patterns)
     return workload, decomposition, profile
+
+
+def load_held_out(options: RunOptions) -> Workload | None:
+    """What evaluations draw from where it is other text than training's; its model has no weights. Raises HarmonyError."""
+    if options.evaluate_data is None:
+        return None
+    with hollow():
+        return replace(options, data=options.evaluate_data).load()
+
+
+def cut_for_evaluation(
+    workload: Workload, trained: Decomposition, options: RunOptions, *, check: bool
+) -> Decomposition:
+    """The same layers in evaluation mode. Raises HarmonyError."""
+    example = workload.draw(torch.Generator().manual_seed(0), 2)
+    found = decompose_for_evaluation(workload, example, trained, patterns=options.patterns, check=check)
+    if options.device == "cuda":
+        move_code(found, torch.device("cuda"))
+    return found
 
 
 def as_planned(schedule: Schedule, options: RunOptions) -> RunOptions:

@@ -24,6 +24,8 @@ class RunOptions:
     dtype: what the model is rounded to; as it is where empty.
     cut_by: how the model was cut, as profiles have it, where that is known.
     given: how parameters are stepped, instead of `optimizer` and `settings`.
+    evaluate_every: after how many iterations of training each an evaluation follows, 0: none; evaluate_batches: minibatches
+    in each; evaluate_data: text that these are drawn from instead of `data`.
     done: iterations that an earlier run has done; steps are those that follow. weights: a file to start from.
     """
 
@@ -41,6 +43,9 @@ class RunOptions:
     clip_norm: float | None = None
     dtype: str = ""
     given: Recipe | None = None
+    evaluate_every: int = 0
+    evaluate_batches: int = 1
+    evaluate_data: Path | None = None
     done: int = 0
     weights: Path | None = None
     checkpoints: Checkpoints | None = None

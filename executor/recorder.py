@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 MEMORY_SAMPLES = 20_000
 """At most so many per device, the last ones."""
 SPAN_ITERATIONS = 4
-"""Spans are kept for the last so many iterations; ends of iterations for all."""
+"""Spans are kept for the last so many iterations of training; ends of iterations for all."""
 
 
 @dataclass
@@ -39,9 +39,10 @@ class RankRecord:
 class Recorder:
     """Collects a rank's record; every stream's thread appends to it."""
 
-    def __init__(self, rank: int, steps: int) -> None:
+    def __init__(self, rank: int, kept: Container[int]) -> None:
+        """kept: the iterations whose spans are."""
         self.record = RankRecord(rank)
-        self._first_kept = steps - SPAN_ITERATIONS
+        self._kept = kept
         self._lock = threading.Lock()
 
     @contextmanager
@@ -58,7 +59,7 @@ class Recorder:
             record.ends[iteration] = max(record.ends.get(iteration, 0.0), span.ended)
             if span.overrun:
                 record.overruns[iteration] = record.overruns.get(iteration, 0) + 1
-        if iteration >= self._first_kept:
+        if iteration in self._kept:
             record.spans.append((span.node, iteration, span.started, span.ended, span.overrun))
 
     def moved(self, node: int, nbytes: int) -> None:

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from executor.decompose import Decomposition, decompose
+from executor.iterations import draw_batch, minibatch_loss
 from executor.meter import Meter
 from executor.optimizer import has_master
 from executor.options import RunOptions
 from executor.randomness import seed_layer, seeding_hooks
-from executor.replay import draw_batch, minibatch_loss
 from executor.workload import Workload
 
 METERED_ITERATIONS = 2

@@ -22,31 +22,29 @@ from typing import Any
 import torch
 
 from executor.decompose import Decomposition
+from executor.evaluate import evaluate_pack
 from executor.handlers import HANDLERS, check_reductions, check_supported
 from executor.host import HostStore
+from executor.iterations import Iterations, Save, count, last_of_training
 from executor.memory import DeviceMemory
 from executor.optimizer import LayerOptimizer
 from executor.options import RunOptions
 from executor.p2p import Peers
-from executor.randomness import mixed_seed
-from executor.recorder import RankRecord, Recorder, Span
+from executor.recorder import SPAN_ITERATIONS, RankRecord, Recorder, Span
 from executor.resident import Residents
 from executor.streams import Device, Event, make_device
 from executor.structure import LayerPlaces
 from executor.workload import Workload
-from planner.contract.actions import Action, Agree, Backward, Receive, Reduce, Send, Value
+from planner.contract.actions import Action, Agree, Backward, Forward, Receive, Reduce, Send, Value
+from planner.contract.evaluation import needed_to_evaluate
 from planner.contract.hardware import Hardware
 from planner.contract.precedence import Graph
-
-Save = Callable[[int, Callable[[int], None]], None]
-"""save(steps, on_layer): write a checkpoint; on_layer(layer) once this layer and all later ones are on disk."""
+from planner.contract.trace import Evaluation
 
 POLL_SECONDS = 0.0002
 """How often the counters of other ranks are looked at."""
 LAST_SECONDS = 0.5
 """How long a failed rank waits for its threads to end."""
-BATCH_STREAM = 1 << 20
-"""A layer number that no model has: the batches' own place among the seeds."""
 
 
 class Aborted(Exception):
@@ -82,7 +80,7 @@ class Rank:
         check_supported(self.rules)
         check_reductions(graph)
         num_devices = self.rules.configuration.num_devices
-        self.recorder = Recorder(rank, options.steps)
+        self.recorder = Recorder(rank, last_of_training(options, SPAN_ITERATIONS))
         self.device: Device = make_device(
             options.device,
             rank,
@@ -94,6 +92,10 @@ class Rank:
             on_memory=self.recorder.memory,
         )
         self.memory = DeviceMemory(self.device)
+        self.iterations = Iterations(self)
+        self.needed = needed_to_evaluate(graph)
+        self.evaluation: Decomposition | None = None
+        """The layers in evaluation mode, where iterations evaluate."""
         self.offloaded: dict[Value, torch.Tensor] = {}
         """Saved activations on the host, in areas that every iteration fills again."""
         self._meets = _meetings(graph)
@@ -121,7 +123,7 @@ class Rank:
         self._events: dict[tuple[int, int], Event] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._num_iterations: int | None = options.steps
+        self._num_iterations = count(options)
         self._is_closed = False
         self._threads: list[threading.Thread] = []
         self._finishers: list[threading.Thread] = []
@@ -131,16 +133,21 @@ class Rank:
         }
 
     def run(
-        self, on_iteration: Callable[[int, float, float], None] | None = None, save: Save | None = None
+        self,
+        on_iteration: Callable[[int, float, float], None] | None = None,
+        save: Save | None = None,
+        on_evaluation: Callable[[Evaluation], None] | None = None,
+        held_out: Workload | None = None,
     ) -> RankRecord:
-        """Run all iterations. On rank 0 on_iteration(iteration, loss, seconds) is called as they end, and save
-        where a checkpoint is due.
+        """Run all iterations. On rank 0 on_iteration(iteration, loss, seconds) and on_evaluation are called as they end,
+        and save where a checkpoint is due. held_out: what evaluations draw from; where None, what training does.
 
         Raises the first failure of this rank, or Aborted where another rank failed first.
         """
         self.start(save)
+        draw = partial(self.iterations.draw, on_iteration, on_evaluation, held_out)
         if self.rank == 0:
-            self._threads.append(self._thread(partial(self._feed, on_iteration), "batches"))
+            self._threads.append(self._thread(draw, "batches"))
         self._guard(self._compute_all)
         return self.finish()
 
@@ -156,7 +163,7 @@ class Rank:
             for stream, over in self._over.items()
         ]
         if self.rank == 0 and save is not None:
-            self._threads.append(self._thread(partial(self._save, save), "checkpoints"))
+            self._threads.append(self._thread(partial(self.iterations.save, save), "checkpoints"))
 
     def fail(self, error: BaseException) -> None:
         """End all threads and ranks: what calls this rank has failed."""
@@ -183,7 +190,7 @@ class Rank:
                 self._run_iteration(lane, iteration)
 
     def _compute_all(self) -> None:
-        for iteration in range(self.options.steps):
+        for iteration in range(self._num_iterations):
             self._compute(iteration)
 
     def close(self, steps: int) -> None:
@@ -216,7 +223,7 @@ class Rank:
             self._run_iteration(lane_index, iteration)
 
     def _is_last(self, iteration: int) -> bool:
-        return self._num_iterations is not None and iteration >= self._num_iterations
+        return iteration >= self._num_iterations
 
     def _run_iteration(self, lane_index: int, iteration: int) -> None:
         lane = self.graph.lanes[lane_index]
@@ -243,7 +250,11 @@ class Rank:
 
     def _handle(self, node: int, action: Action, iteration: int) -> bool:
         try:
-            return HANDLERS[type(action)](self, action, iteration)
+            is_needed, is_pack = node in self.needed.nodes, isinstance(action, Forward | Backward)
+            # what both kinds of iterations do alike need not wait to know which one this is
+            if (is_needed and not is_pack) or not self.iterations.is_evaluation(iteration):
+                return HANDLERS[type(action)](self, action, iteration)
+            return is_needed and evaluate_pack(self, action, iteration)
         except torch.OutOfMemoryError as error:
             message = str(error).removeprefix(f"gpu{self.rank}: ")
             raise torch.OutOfMemoryError(f"{self.graph.where(node)}: {message}") from error
@@ -257,7 +268,7 @@ class Rank:
             return
         with self._changed:
             while self._recorded[node] <= iteration:
-                self._check()
+                self.check()
                 self._changed.wait(0.5)
         # recorded: now the event is one to wait for; gone: it is over and a later iteration's took its place
         self.device.wait(stream, self._events.get((node, iteration)))
@@ -293,7 +304,7 @@ class Rank:
     def poll(self, is_so: Callable[[], bool]) -> None:
         """Wait for something that other ranks write."""
         while not is_so():
-            self._check()
+            self.check()
             time.sleep(POLL_SECONDS)
 
     # ---- what a loop of the user's gives and asks for
@@ -301,8 +312,8 @@ class Rank:
     def set_group_settings(self, iteration: int, settings: list[dict[str, Any]]) -> None:
         """What an iteration's updates step with, a dictionary for each parameter group: learning rates change."""
         self._settings[iteration] = settings
-        # the iteration before may still update, on a rank that is behind
-        self._settings.pop(iteration - 3, None)
+        for old in [k for k in self._settings if k < iteration - 2 and self.is_over(k)]:
+            del self._settings[old]
 
     def group_settings(self, iteration: int) -> list[dict[str, Any]]:
         """The settings of an iteration's updates; those of the optimizer where none were set."""
@@ -318,7 +329,7 @@ class Rank:
             if isinstance(action, Backward) and action.pack == self.rules.fused
         ]
         self.poll(lambda: all(self.store.done[node] > iteration for node in fused))
-        return self.loss(iteration)
+        return self.iterations.loss(iteration)
 
     def wait_for_norm(self, iteration: int) -> float | None:
         """The norm over all gradients of an iteration that has begun; None where no action finds it."""
@@ -335,76 +346,11 @@ class Rank:
             self.poll(lambda: self.store.done[node] >= iteration)
         return float(self.store.scaling[0])
 
-    # ---- batches
-
-    def feed(self, iteration: int, batch: dict[str, torch.Tensor]) -> None:
-        """Put a batch into its half of the store, once the iteration that has it is over everywhere."""
-        if iteration >= 2:
-            self.poll(lambda: self.is_over(iteration - 2))
-        minibatch = self.rules.configuration.minibatch
-        for name in self.store.layout.batch[0]:
-            self.store.batch(iteration, name, 0, minibatch).copy_(batch[name])
-        shares = self.workload.shares(batch, self.rules.backward_samples)
-        self.store.shares[iteration % 2] = torch.tensor(shares, dtype=torch.float64)
-        self.store.num_batches = iteration + 1
-
-    def wait_for_batch(self, iteration: int) -> None:
-        """Until the batch of an iteration is in the store."""
-        self.poll(lambda: self.store.num_batches > iteration)
-
-    def _feed(self, on_iteration: Callable[[int, float, float], None] | None) -> None:
-        """Draw batch k into half k % 2 once iteration k - 2 is over everywhere, and report what is over."""
-        minibatch = self.rules.configuration.minibatch
-        last = time.perf_counter()
-        for k in range(self.options.steps + 2):
-            ended = k - 2
-            if ended >= 0:
-                self.poll(lambda ended=ended: self.is_over(ended))  # type: ignore[misc]
-                now = time.perf_counter()
-                if on_iteration is not None:
-                    on_iteration(self.options.done + ended, self.loss(ended), now - last)
-                last = now
-            if k < self.options.steps:
-                batch = draw_batch(self.workload, self.options.seed, self.options.done + k, minibatch)
-                self.feed(k, batch)
-
     def is_over(self, iteration: int) -> bool:
         """Whether every stream of every rank has finished an iteration."""
         lanes = zip(self.graph.first_of, self.graph.lanes, strict=True)
         ends = (first + len(lane.entries) - 1 for first, lane in lanes if lane.entries)
         return all(self.store.done[node] > iteration for node in ends)
-
-    def loss(self, iteration: int) -> float:
-        """The minibatch's loss of one of the last two iterations."""
-        half = iteration % 2
-        return minibatch_loss(self.store.losses[half].tolist(), self.store.shares[half].tolist())
-
-    # ---- checkpoints
-
-    def _save(self, save: Save) -> None:
-        """Save what iteration k - 1 left once it is over everywhere, the last layer first, while iteration k runs."""
-        for k in itertools.count(1):
-            if self._is_last(k):
-                return
-            if self._is_due(k):
-                self.poll(lambda ended=k - 1: self.is_over(ended))  # type: ignore[misc]
-                save(self.options.done + k, partial(self._note_saved, k))
-
-    def _note_saved(self, iteration: int, layer: int) -> None:
-        self.store.num_saved = self._saved(iteration, layer)
-
-    def wait_until_saved(self, layer: int, iteration: int) -> None:
-        """Until this layer and all later ones, as the iteration before left them, are in the checkpoint that is due."""
-        if self._is_due(iteration):
-            self.poll(lambda: self.store.num_saved >= self._saved(iteration, layer))
-
-    def _is_due(self, iteration: int) -> bool:
-        checkpoints = self.options.checkpoints
-        return checkpoints is not None and iteration > 0 and checkpoints.is_due(self.options.done + iteration)
-
-    def _saved(self, iteration: int, layer: int) -> int:
-        num_layers = len(self.decomposition.layers)
-        return iteration * num_layers + num_layers - layer
 
     # ---- failure
 
@@ -439,7 +385,7 @@ class Rank:
                     deadline = time.perf_counter() + LAST_SECONDS
                 thread.join(0.05)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if self._failure is not None or self.store.failed:
             raise Aborted(f"gpu{self.store.failed - 1} failed")
         if self._is_closed and threading.current_thread() in self._threads:
@@ -456,14 +402,3 @@ def _meetings(graph: Graph) -> dict[int, tuple[int, ...]]:
             shares = (value for place, value in graph.effects[node].reads if place == "link")
             found[node] = tuple(graph.node_of[Reduce(value)] for value in shares)
     return found
-
-
-def minibatch_loss(losses: Sequence[float], shares: Sequence[float]) -> float:
-    """The loss of the minibatch from its microbatches'. One that counts nothing is a mean over nothing."""
-    return sum(loss * share for loss, share in zip(losses, shares, strict=True) if share)
-
-
-def draw_batch(workload: Workload, seed: int, iteration: int, minibatch: int) -> dict[str, torch.Tensor]:
-    """The batch of an iteration, whatever was drawn before."""
-    generator = torch.Generator().manual_seed(mixed_seed(seed, iteration, BATCH_STREAM, 0))
-    return workload.draw(generator, minibatch)

@@ -5,6 +5,7 @@
             result = session.step(batch)
             scheduler.step()
             print(result.loss)
+        print(session.evaluate(held_out))
 
 `model` and `optimizer` are plain PyTorch: parameter groups and learning-rate schedulers work as ever, and the model's
 parameters are the live weights in host memory, to be read between steps and not to be written. A step returns when its
@@ -32,7 +33,7 @@ from torch.utils import _pytree as pytree
 from executor.checkpoint import Checkpoints
 from executor.hollow import give_memory, is_hollow
 from executor.launch import PATIENCE
-from executor.load import as_planned, check_clipping, check_optimizer, cut
+from executor.load import as_planned, check_clipping, check_optimizer, cut, cut_for_evaluation
 from executor.machine import check_machine
 from executor.models import DTYPES
 from executor.optimizer import recipe_of
@@ -44,7 +45,7 @@ from planner.contract import store as files
 from planner.contract.errors import HarmonyError
 from planner.contract.schedule import Schedule
 
-CALLS = ("step", "batches", "wait", "state_dict", "close")
+CALLS = ("step", "evaluate", "batches", "wait", "state_dict", "close")
 
 ENDLESS = sys.maxsize
 """Steps of a session: nobody knows how many will come."""
@@ -99,7 +100,7 @@ class Session:
         self._plan, self._model, self._optimizer = plan, model, optimizer
         self._example = example
         self._batch: Any = None
-        self._steps = self._num_calls = 0
+        self._steps = self._iterations = self._num_calls = 0
         self._is_open = True
         names = {id(p): name for name, p in model.named_parameters()}
         if device not in ("virtual", "cuda"):
@@ -205,20 +206,15 @@ class Session:
         """
         self._check_open()
         self._say("step")
-        started, rank, k = time.perf_counter(), self._ready.rank, self._steps
+        started, rank, k = time.perf_counter(), self._ready.rank, self._iterations
         settings = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
         ]
         rank.set_group_settings(k, settings)
         try:
-            if self.is_first:
-                if batch is None:
-                    raise HarmonyError("step() without a batch: on rank 0 it needs one")
-                rank.feed(k, self._read(batch))
-            with _own_random_numbers():
-                rank.compute(k)
-            loss, norm = rank.wait_for_loss(k), rank.wait_for_norm(k)
+            loss = self._run("step", batch)
+            norm = rank.wait_for_norm(k)
         except BaseException as error:
             self._fail(error)
             raise
@@ -228,12 +224,54 @@ class Session:
         is_skipped = self._options.is_scaled and bool(self._ready.store.scaling[2])
         return StepResult(self.done, loss, norm, rates, time.perf_counter() - started, is_skipped)
 
+    def evaluate(self, batch: Any = None) -> float:
+        """The loss of one minibatch with the model in evaluation mode; nothing changes. Ranks other than 0 may give None.
+
+        It runs by the same schedule, in the same memory, behind the steps so far. For the mean over a loader:
+
+            losses = [session.evaluate(batch) for batch in session.batches(held_out)]
+
+        Raises what `step` does, and HarmonyError where the model in evaluation mode is cut in another way.
+        """
+        self._check_open()
+        try:
+            if self._ready.rank.evaluation is None:
+                # the cut is checked with the weights as they are
+                self.wait()
+                self._ready.rank.evaluation = cut_for_evaluation(
+                    self._ready.workload, self._ready.decomposition, self._options, check=self.is_first
+                )
+                self._meet("evaluate")
+            self._say("evaluate")
+            return self._run("evaluate", batch)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _run(self, what: str, batch: Any) -> float:
+        """One iteration, and its loss."""
+        rank, k = self._ready.rank, self._iterations
+        if self.is_first:
+            if batch is None:
+                raise HarmonyError(f"{what}() without a batch: on rank 0 it needs one")
+            rank.iterations.feed(k, self._read(batch), is_evaluation=what == "evaluate")
+        asked = "evaluate" if rank.iterations.is_evaluation(k) else "step"
+        if what != asked:
+            raise HarmonyError(
+                f"rank {self._rank} is in {what} where rank 0 is in {asked}: every rank has to make the same calls of the "
+                f"session in the same order"
+            )
+        with _own_random_numbers():
+            rank.compute(k)
+        self._iterations += 1
+        return rank.wait_for_loss(k)
+
     def wait(self) -> None:
         """Until everything that the steps so far began is over, on all devices. Every rank has to ask."""
         self._check_open()
         self._meet("wait")
-        if self._steps:
-            self._ready.rank.poll(lambda: self._ready.rank.is_over(self._steps - 1))
+        if self._iterations:
+            self._ready.rank.poll(lambda: self._ready.rank.is_over(self._iterations - 1))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the weights and buffers by the model's own names. Every rank has to ask."""
@@ -254,7 +292,7 @@ class Session:
             self._meet("close")
             self.wait()
             rank = self._ready.rank
-            rank.close(self._steps)
+            rank.close(self._iterations)
             rank.finish()
             self._meet("close")
             self._save_last()

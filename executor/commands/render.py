@@ -87,6 +87,12 @@ def trace_lines(trace: Trace, schedule: Schedule | None, budget: int | None) -> 
             planned = schedule.predicted.iteration_seconds
             line += f" (planned {format_seconds(planned)}, {seconds / planned - 1:+.1%})"
         yield f"{line}; loss {trace.losses[0]:.6g} to {trace.losses[-1]:.6g}"
+    if trace.evaluations:
+        best = min(trace.evaluations, key=lambda evaluation: evaluation.loss)
+        yield (
+            f"in evaluation mode: loss {trace.evaluations[-1].loss:.6g} after {trace.evaluations[-1].iterations} iterations, "
+            f"least {best.loss:.6g} after {best.iterations}"
+        )
     for i, device in enumerate(trace.devices):
         limit = budget if schedule is None else budget_bytes(schedule.hardware.devices[i])
         swapped = f"; {format_bytes(device.swap_in_bytes)} in and {format_bytes(device.swap_out_bytes)} out an iteration"
@@ -111,6 +117,7 @@ def trace_json(trace: Trace) -> dict[str, Any]:
         "median_iteration_seconds": seconds,
         "samples_per_second": None if seconds is None else trace.samples_per_iteration / seconds,
         "losses": trace.losses,
+        "evaluations": [msgspec.to_builtins(evaluation) for evaluation in trace.evaluations],
         "devices": [msgspec.to_builtins(device) for device in trace.devices],
         "notes": trace.notes,
     }

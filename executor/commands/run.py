@@ -114,6 +114,26 @@ def run_command(
         bool,
         typer.Option("--resume", help="Go on from the newest checkpoint in FOLDER, up to --steps in all."),
     ] = False,
+    evaluate_every: Annotated[
+        int,
+        typer.Option(
+            "--evaluate-every",
+            min=0,
+            metavar="N",
+            help="The loss in evaluation mode after every N iterations.",
+        ),
+    ] = 0,
+    evaluate_batches: Annotated[
+        int, typer.Option("--evaluate-batches", min=1, metavar="M", help="Minibatches of an evaluation.")
+    ] = 1,
+    evaluate_data: Annotated[
+        Path | None,
+        typer.Option(
+            "--evaluate-data",
+            metavar="PATH",
+            help="Text held out from training; else other samples of --data.",
+        ),
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -140,6 +160,10 @@ def run_command(
         raise FormatError("--checkpoint, --resume and --weights-in: not with --plain; run by a schedule")
     if checkpoint is None and (checkpoint_every or resume):
         raise FormatError("--checkpoint-every and --resume: of which folder? say --checkpoint FOLDER")
+    if plain and evaluate_every:
+        raise FormatError("--evaluate-every: not with --plain; run by a schedule")
+    if not evaluate_every and (evaluate_data is not None or was_given(context, "evaluate_batches")):
+        raise FormatError("--evaluate-batches and --evaluate-data: how often? say --evaluate-every N")
     if weights_in is not None and resume:
         raise FormatError("--weights-in and --resume: a checkpoint has the weights already; choose one")
     if weights_in is not None and not weights_in.exists():
@@ -178,6 +202,9 @@ def run_command(
         paced=not unpaced,
         weights=weights_in,
         checkpoints=checkpoints,
+        evaluate_every=evaluate_every,
+        evaluate_batches=evaluate_batches,
+        evaluate_data=evaluate_data,
     )
     num_samples = samples[-1][1] if plain or schedule is None else schedule.configuration.minibatch
     with terminal.iterations(steps, num_samples) as note:
@@ -201,6 +228,7 @@ def run_command(
                     weights_out=weights_out,
                     resume=resume,
                     progress=note,
+                    evaluated=terminal.note_evaluation,
                 )
             except Aborted:
                 # under torchrun: the rank that failed says why

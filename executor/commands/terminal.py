@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from planner.contract.trace import Evaluation
 from planner.contract.units import format_seconds
 
 
@@ -44,6 +45,12 @@ def iterations(steps: int, num_samples: int) -> Iterator[Callable[[int, float, f
             )
 
         yield note
+
+
+def note_evaluation(evaluation: Evaluation) -> None:
+    """A line for an evaluation."""
+    line = f"evaluation after {evaluation.iterations}  loss {evaluation.loss:.6g}  {format_seconds(evaluation.seconds)}"
+    Console(stderr=True, highlight=False, soft_wrap=True).print(line)
 
 
 def show(table: Table, to_stderr: bool = False) -> None:

@@ -110,10 +110,9 @@ class Stream(Noun):
 
 
 class Programs(Noun):
-    """What every stream does in an iteration of training, and in one of evaluation (forward only)."""
+    """What every stream does in an iteration of training; one of evaluation follows from it (evaluation.py)."""
 
     train: tuple[Stream, ...]
-    evaluate: tuple[Stream, ...] = ()
 
 
 class Schedule(Noun):

@@ -51,6 +51,15 @@ class DeviceSummary(Noun):
     reserved_bytes: int = 0
 
 
+class Evaluation(Noun):
+    """The mean loss over so many minibatches in evaluation mode, after so many iterations of training, and what that took."""
+
+    iterations: int
+    loss: float
+    minibatches: int
+    seconds: float
+
+
 class Trace(Noun):
     """iteration_seconds: each iteration's duration (a simulated trace has one, its steady state).
 
@@ -66,6 +75,7 @@ class Trace(Noun):
     spans: tuple[Span, ...] = ()
     memory: tuple[MemorySample, ...] = ()
     losses: tuple[float, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
     samples_per_iteration: int = 0
     notes: dict[str, str | int | float] = {}
     schema: str = SCHEMA

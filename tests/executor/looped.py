@@ -74,14 +74,16 @@ def main(schedule: str, steps: int, output: Path) -> None:
     scheduler = make_scheduler(optimizer)
     batches = make_batches(steps)
     with Session(schedule, model, optimizer, loss, batches[0], clip_norm=0.5) as session:
-        results = []
+        results, evaluations = [], []
         for batch in session.batches(batches):
             results.append(session.step(batch))
             scheduler.step()
+            evaluations.append(session.evaluate(batches[0]))
         state = session.state_dict()
         if session.is_first:
             found = {
                 "losses": [result.loss for result in results],
+                "evaluations": evaluations,
                 "norms": [result.gradient_norm for result in results],
                 "weights": {name: tensor.tolist() for name, tensor in state.items()},
             }

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from executor.decompose import Decomposition
 from executor.host import HostStore, create_memory, plan_store
+from executor.iterations import EVALUATION_STREAM, draw_batch
 from executor.launch import run_schedule
-from executor.load import load
+from executor.load import cut_for_evaluation, load
 from executor.models import load_workload
 from executor.options import RunOptions
 from executor.profile import measure_profile
@@ -27,12 +28,14 @@ from executor.reference import PlainResult, train
 from executor.replay import Rank
 from executor.structure import layer_places
 from executor.weights import fill
+from executor.workload import Workload
 from planner.contract.fixed import Fixed
 from planner.contract.hardware import DeviceSpec, Hardware, Host, HostLink
 from planner.contract.precedence import Graph
 from planner.contract.profile import Profile
 from planner.contract.rules import Rules
-from planner.contract.schedule import Schedule, parse_program
+from planner.contract.schedule import Samples, Schedule, parse_program
+from planner.contract.trace import Evaluation
 from planner.contract.verify import verify
 from planner.search import plan_fixed
 
@@ -105,8 +108,10 @@ def each_layer_alone(options: RunOptions, devices: int) -> Schedule:
     return schedule
 
 
-def run_here(schedule: Schedule, options: RunOptions) -> tuple[list[float], dict[str, Tensor], Decomposition]:
-    """Losses, weights and buffers after a run on one device, in this process."""
+def run_here(
+    schedule: Schedule, options: RunOptions, evaluations: list[Evaluation] | None = None
+) -> tuple[list[float], dict[str, Tensor], Decomposition]:
+    """Losses, weights and buffers after a run on one device, in this process; evaluations: takes what these said."""
     workload, decomposition, profile = load(options, check=False)
     rules = Rules(profile, schedule.configuration)
     graph = Graph(parse_program(schedule.programs.train), rules)
@@ -116,7 +121,10 @@ def run_here(schedule: Schedule, options: RunOptions) -> tuple[list[float], dict
     fill(store, decomposition)
     losses: list[float] = []
     rank = Rank(0, graph, schedule.hardware, workload, decomposition, places, store, options)
-    rank.run(lambda iteration, loss, seconds: losses.append(loss))
+    if options.evaluate_every:
+        rank.evaluation = cut_for_evaluation(workload, decomposition, options, check=True)
+    note = None if evaluations is None else evaluations.append
+    rank.run(lambda iteration, loss, seconds: losses.append(loss), on_evaluation=note)
     weights: dict[str, Tensor] = {}
     for i in range(len(decomposition.layers)):
         weights = store.weights(i) | store.buffers(i) | weights
@@ -140,9 +148,11 @@ def check_equals(
 
 @pytest.mark.parametrize("name", SPECS)
 def test_model_trains_bit_for_bit_with_each_layer_swapped_by_itself(name: str) -> None:
-    options = make_options(SPECS[name])
+    """Evaluations between the steps change nothing, and say what the plain model says in evaluation mode."""
+    options = replace(make_options(SPECS[name]), evaluate_every=1, evaluate_batches=2)
     schedule = each_layer_alone(options, 1)
-    losses, weights, decomposition = run_here(schedule, options)
+    evaluations: list[Evaluation] = []
+    losses, weights, decomposition = run_here(schedule, options, evaluations)
     workload = options.load()
     before = {n: p.detach().clone() for n, p in workload.model.named_parameters()}
     plain = train(workload, options, schedule.configuration.microbatches.backward)
@@ -155,6 +165,25 @@ def test_model_trains_bit_for_bit_with_each_layer_swapped_by_itself(name: str) -
     for buffer_name, buffer in workload.model.named_buffers():
         if buffer_name in weights:
             torch.testing.assert_close(weights[buffer_name], buffer, rtol=1e-6 if is_inexact else 0, atol=0)
+    expected = plain_evaluation(workload, options, schedule.configuration.microbatches.backward)
+    assert [e.iterations for e in evaluations] == list(range(1, STEPS + 1))
+    assert evaluations[-1].loss == (pytest.approx(expected, rel=1e-6) if is_inexact else expected)
+
+
+def plain_evaluation(workload: Workload, options: RunOptions, microbatches: tuple[Samples, ...]) -> float:
+    """The mean loss over the batches of an evaluation, microbatch by microbatch."""
+    losses = []
+    workload.model.eval()
+    for number in range(options.evaluate_batches):
+        batch = draw_batch(workload, options.seed, number, MINIBATCH, EVALUATION_STREAM)
+        shares = workload.shares(batch, microbatches)
+        with torch.no_grad():
+            parts = [
+                workload.loss(workload.model, workload.samples(batch, *samples)).item()
+                for samples in microbatches
+            ]
+        losses.append(sum(part * share for part, share in zip(parts, shares, strict=True)))
+    return sum(losses) / len(losses)
 
 
 @pytest.mark.slow
@@ -174,7 +203,7 @@ def test_model_trains_bit_for_bit_in_bfloat16(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_model_trains_as_plain_pytorch_on_two_devices(name: str, tmp_path: Path) -> None:
-    options = make_options(SPECS[name])
+    options = replace(make_options(SPECS[name]), evaluate_every=2)
     schedule = each_layer_alone(options, 2)
     assert schedule.configuration.mode == "pp"
     trace = run_schedule(schedule, options, weights_out=tmp_path / "weights.safetensors")

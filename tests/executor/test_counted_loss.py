@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from executor.iterations import draw_batch
 from executor.models import load_workload
 from executor.options import RunOptions
 from executor.reference import train
-from executor.replay import draw_batch
 from executor.workload import BatchError, Workload
 from tests.executor.test_any_model import each_layer_alone, run_here
 

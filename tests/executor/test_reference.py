@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from executor.iterations import draw_batch, minibatch_loss
 from executor.options import RunOptions
 from executor.reference import METERED_ITERATIONS, even_microbatches, train
-from executor.replay import draw_batch, minibatch_loss
 from executor.workload import Workload
 
 WIDTH = 32

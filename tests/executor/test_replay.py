@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from executor.checkpoint import Checkpoints
 from executor.decompose import Decomposition, decompose
 from executor.host import HostStore, create_memory, plan_store
+from executor.iterations import draw_batch
 from executor.launch import run_schedule
 from executor.models import load_workload
 from executor.options import RunOptions
 from executor.profile import measure_profile
 from executor.reference import train
-from executor.replay import Rank, draw_batch
+from executor.replay import Rank
 from executor.streams import VirtualDevice
 from executor.structure import layer_places, structure
 from executor.workload import Workload

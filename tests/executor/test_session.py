@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from executor import reference
 from executor.decompose import decompose
+from executor.iterations import draw_batch
 from executor.options import RunOptions
 from executor.profile import measure_profile
 from executor.randomness import seed_layer, seeding_hooks
-from executor.replay import draw_batch
 from executor.session import Session, StepResult
 from executor.workload import flat
 from planner.contract import store
@@ -71,7 +71,7 @@ class Plain:
             flat(model, looped.draw, loss), looped.draw(torch.Generator(), 2), check=False
         ).entries
         torch.set_num_threads(1)
-        self.losses, self.norms = [], []
+        self.losses, self.norms, self.evaluations = [], [], []
         for step, batch in enumerate(make_batches(steps)):
             parts = []
             for first in range(0, MINIBATCH, 2):
@@ -86,7 +86,18 @@ class Plain:
             optimizer.zero_grad()
             scheduler.step()
             self.losses.append(sum(parts))
+            self.evaluations.append(self._evaluate(model))
         self.weights = model.state_dict()
+
+    def _evaluate(self, model: nn.Module) -> float:
+        batch, losses = make_batches(1)[0], []
+        model.eval()
+        with torch.no_grad():
+            for first in range(0, MINIBATCH, 2):
+                microbatch = {name: tensor[first : first + 2] for name, tensor in batch.items()}
+                losses.append(loss(model, microbatch).item() * (2 / MINIBATCH))
+        model.train()
+        return sum(losses)
 
 
 def _seed(step: int, first: int, layer: int) -> None:
@@ -124,6 +135,8 @@ def test_a_loop_of_one_s_own_equals_plain_pytorch(profile: Profile, resident: bo
             schedule, model, optimizer, loss, make_batches(1)[0], clip_norm=CLIP if clip else None
         ) as session:
             results = train(session, scheduler, make_batches(STEPS))
+            assert session.evaluate(make_batches(1)[0]) == plain.evaluations[-1]
+            assert session.evaluate(make_batches(1)[0]) == plain.evaluations[-1], "nothing has changed"
             state = session.state_dict()
             assert session.done == STEPS
     assert [result.loss for result in results] == plain.losses
@@ -149,6 +162,7 @@ def test_two_processes_run_the_same_script(profile: Profile, tmp_path: Path) -> 
     plain = Plain(STEPS)
     assert found["losses"] == plain.losses
     assert found["norms"] == plain.norms
+    assert found["evaluations"] == plain.evaluations
     for name, tensor in plain.weights.items():
         assert torch.equal(torch.tensor(found["weights"][name]), tensor), name
 
@@ -325,7 +339,7 @@ def test_ranks_that_do_not_do_the_same_are_told_and_end(case: str, profile: Prof
     (tmp_path / "script.py").write_text(
         f"""
 import os
-from executor.replay import draw_batch
+from executor.iterations import draw_batch
 from executor.session import Session
 from tests.executor.looped import *
 
