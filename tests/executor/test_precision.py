@@ -23,7 +23,7 @@ from executor.reference import train
 from planner.contract.errors import FormatError
 from planner.contract.schedule import Schedule
 from planner.contract.verify import check_belongs
-from tests.executor.test_any_model import LR, STEPS, check_equals, each_layer_alone, run_here
+from tests.executor.test_any_model import LR, SPECS, STEPS, check_equals, each_layer_alone, run_here
 
 GPT2 = "hf:gpt2?n_layer=2&n_embd=32&n_head=2&vocab_size=64&n_positions=16&seq=16"
 
@@ -147,6 +147,28 @@ def test_float16_is_bit_equal_to_plain_pytorch_with_torch_s_scaler(
     before = options.load().model.state_dict()
     is_moved = [not torch.equal(weights[name], before[name]) for name in plain.parameters]
     assert any(is_moved) == (initial == 65536.0), "every step of six is skipped from 2^40"
+
+
+def test_skipped_steps_and_experts_that_no_token_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what a skipped step touched nor what it did not may be remembered in the next one."""
+    initial = 2.0**21
+    monkeypatch.setattr(scaling, "INITIAL", initial)
+    monkeypatch.setattr(reference, "GradScaler", partial(torch.amp.GradScaler, init_scale=initial))
+    options = replace(make_half(), model=SPECS["experts by data"], steps=8)
+    schedule = each_layer_alone(options, 1)
+    losses, weights, decomposition = run_here(schedule, options)
+    samples = schedule.configuration.microbatches.backward
+    plain = train(options.load(), options, samples, decomposition=decomposition)
+    assert losses == list(plain.losses)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in plain.parameters.items())
+    before = options.load().model.state_dict()
+    experts = [name for name in plain.parameters if "experts" in name]
+    is_moved = [not torch.equal(weights[name], before[name]) for name in experts]
+    assert any(is_moved)
+    assert not all(is_moved), "no token chose some expert"
+    # the first steps were skipped: the same run with fewer steps moves nothing
+    _, early, _ = run_here(schedule, replace(options, steps=2))
+    assert all(torch.equal(early[name], before[name]) for name in plain.parameters)
 
 
 def test_scale_follows_torch_s_rule() -> None:
