@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -200,6 +201,7 @@ class LayerOptimizer:
         }
         self.optimizer = recipe.make(self._own)
         self._unplaced = set(self._own)
+        self._lock = threading.Lock()
         for parameter, tensor in self._own.items():
             if is_resumed and any(bool(state.any()) for k, state in states[parameter].items() if k != MASTER):
                 self.optimizer.state[tensor] = {k: v for k, v in states[parameter].items() if k != MASTER}
@@ -240,8 +242,6 @@ class LayerOptimizer:
 
         scale: a scalar that the gradients are multiplied by first. settings: of each group, from this step on.
         """
-        for ours, theirs in zip(self.param_groups, settings or (), strict=False):
-            ours.update(theirs)
         found = self._gradients if gradients is None else gradients
         stepped = [
             name
@@ -249,7 +249,10 @@ class LayerOptimizer:
             for name in self._gradients[layer]
             if self._uses[name][0] == layer and any(self._touched[use][name] for use in self._uses[name])
         ]
-        with torch.no_grad():
+        # a step takes all gradients that are set: those of another thread's layers, too
+        with self._lock, torch.no_grad():
+            for ours, theirs in zip(self.param_groups, settings or (), strict=False):
+                ours.update(theirs)
             for name in stepped:
                 first, *others = self._uses[name]
                 gradient = found[first][name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -228,3 +230,30 @@ def test_state_layout_follows_the_parameter() -> None:
         ("exp_avg_sq", (7, 2, 3), torch.float32),
     )
     assert state_layout(recipe("sgd", {"lr": 1e-3}), "w", torch.zeros(2)) == ()
+
+
+def test_two_threads_step_layers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes every gradient that is set: those that another thread has just set for its layers, too."""
+    stepped, expected = (FlatStore("adamw", {"lr": 1e-2}) for _ in range(2))
+    for store in (stepped, expected):
+        draw_gradients(store, 0)
+    reference = expected.optimizer("adamw", {"lr": 1e-2})
+    for layer in range(len(SHAPES)):
+        reference.step_layers([layer])
+    optimizer = stepped.optimizer("adamw", {"lr": 1e-2})
+    real = optimizer.optimizer.step
+
+    def slow() -> None:
+        time.sleep(0.05)
+        real()
+
+    monkeypatch.setattr(optimizer.optimizer, "step", slow)
+    threads = [
+        threading.Thread(target=optimizer.step_layers, args=([layer],)) for layer in range(len(SHAPES))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ours, theirs in zip(stepped.weights, expected.weights, strict=True):
+        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
