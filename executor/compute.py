@@ -60,9 +60,10 @@ def run_forward(rank: Rank, action: Forward, iteration: int) -> bool:
                 seed_layer(
                     rank.options.seed, rank.options.done + rank.iterations.step(iteration), layer, first
                 )
-                run_layer(
-                    rank, rank.decomposition, layer, weights, environment, end - first, own_buffers=False
-                )
+                own = _states(rank, weights, layer, iteration, action.microbatch, is_saved=graph is not None)
+                run_layer(rank, rank.decomposition, layer, weights, environment, end - first, own)
+                for name, changed in own.items():
+                    weights.buffers[layer][name].copy_(changed)
                 forget(rank, environment, layer, pack.last, kept)
         for value, keys in handed.items():
             rank.memory.keep(
@@ -145,10 +146,9 @@ def _backward_after_forward(rank: Rank, action: Backward, weights: Held, iterati
     """Run forward and backward; the leaves, with their gradients."""
     rules = rank.rules
     pack = rules.backward_packs[action.pack]
-    samples = rules.backward_samples[action.microbatch]
     is_fused = action.pack == rules.fused
     leaves = _leaves(rank, given(rank, action))
-    loss, ends = _recompute(rank, pack, samples, iteration, weights, dict(leaves), is_fused)
+    loss, ends = _recompute(rank, action, pack, iteration, weights, dict(leaves))
     if is_fused:
         share = float(rank.store.shares[iteration % 2][action.microbatch])
         rank.store.losses[iteration % 2][action.microbatch].copy_(loss.detach(), non_blocking=True)
@@ -182,29 +182,27 @@ def _backward_through_graph(rank: Rank, action: Backward, weights: Held, graph: 
 
 def _recompute(
     rank: Rank,
+    action: Backward,
     pack: BackwardPack,
-    samples: tuple[int, int],
     iteration: int,
     weights: Held,
     environment: Environment,
-    is_fused: bool,
 ) -> tuple[Tensor, Environment]:
     """The loss (of the fused pack), and what leaves the pack with a gradient to come."""
     ends: Environment = {}
     kept: set[TensorName] = set()
     loss = torch.empty(0)
+    first, end = rank.rules.backward_samples[action.microbatch]
+    is_fused = action.pack == rank.rules.fused
     for layer in range(pack.first, pack.last + 1):
-        seed_layer(rank.options.seed, rank.options.done + rank.iterations.step(iteration), layer, samples[0])
+        seed_layer(rank.options.seed, rank.options.done + rank.iterations.step(iteration), layer, first)
         # statistics are updated once: by the forward, which for the fused pack is this one
-        out = run_layer(
-            rank,
-            rank.decomposition,
-            layer,
-            weights,
-            environment,
-            samples[1] - samples[0],
-            own_buffers=not is_fused,
-        )
+        own = {} if is_fused else own_buffers(rank, weights, layer)
+        if own and rank.decomposition.layers[layer].states:
+            snapshots = rank.store.snapshots(layer, iteration, action.microbatch)
+            for name, state in snapshots.items():
+                own[name].copy_(state, non_blocking=True)
+        out = run_layer(rank, rank.decomposition, layer, weights, environment, end - first, own)
         if is_fused and layer == pack.last:
             (loss,) = out
         for name in (
@@ -226,20 +224,16 @@ def run_layer(
     weights: Held,
     environment: Environment,
     num_samples: int,
-    *,
-    own_buffers: bool,
+    own: Mapping[str, Tensor],
 ) -> tuple[Tensor, ...]:
-    """Run one layer of a cut, for training or for evaluation; its outputs go into the environment."""
+    """Run one layer of a cut, for training or for evaluation; its outputs go into the environment. own: buffers that
+    take the place of the pack's."""
     code = cut.layers[layer]
     parameters = weights.parameters.get(layer, {})
     buffers = weights.buffers.get(layer, {})
-    held = [
-        buffers[name].clone() if own_buffers and name in code.mutated_buffers else buffers[name]
-        for name in code.buffers
-    ]
     out = code(
         [parameters[name] for name in code.parameters],
-        held,
+        [own[name] if name in own else buffers[name] for name in code.buffers],
         [environment[key] for key in code.inputs],
         num_samples,
     )
@@ -247,6 +241,26 @@ def run_layer(
         for name, tensor in zip(code.outputs, out, strict=True):
             environment[layer, name] = tensor
     return out
+
+
+def own_buffers(rank: Rank, weights: Held, layer: int) -> dict[str, Tensor]:
+    """Copies of what a layer changes, so that it stays as it is."""
+    return {
+        name: weights.buffers[layer][name].clone()
+        for name in rank.decomposition.layers[layer].mutated_buffers
+    }
+
+
+def _states(
+    rank: Rank, weights: Held, layer: int, iteration: int, microbatch: int, *, is_saved: bool
+) -> dict[str, Tensor]:
+    """Before a forward: its layer's states go where a recompute finds them; copies to run on, where a saved graph
+    must not hold the ones that the next microbatch changes."""
+    names = rank.decomposition.layers[layer].states
+    if names and not is_saved:
+        for name, snapshot in rank.store.snapshots(layer, iteration, microbatch).items():
+            snapshot.copy_(weights.buffers[layer][name], non_blocking=True)
+    return {name: weights.buffers[layer][name].clone() for name in names} if is_saved else {}
 
 
 def forget(rank: Rank, environment: Environment, layer: int, last: int, kept: set[TensorName]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from executor.compute import forget, given, pack_weights, run_layer, standalone
+from executor.compute import forget, given, own_buffers, pack_weights, run_layer, standalone
 from executor.decompose.cut import TAPE
 from executor.decompose.evaluation import evaluating
 from executor.randomness import seed_layer
@@ -49,7 +49,7 @@ def evaluate_pack(rank: Rank, action: Action, iteration: int) -> bool:
         for layer in range(pack.first, pack.last + 1):
             # a model may draw in evaluation, too
             seed_layer(rank.options.seed, rank.options.done + step, layer, first)
-            out = run_layer(rank, cut, layer, held, environment, end - first, own_buffers=True)
+            out = run_layer(rank, cut, layer, held, environment, end - first, own_buffers(rank, held, layer))
             if layer == len(cut.layers) - 1:
                 rank.store.losses[iteration % 2][action.microbatch].copy_(out[0], non_blocking=True)
             forget(rank, environment, layer, pack.last, kept)

@@ -4,6 +4,7 @@
                  what iterations are (training or evaluation)
     weights      W and buffers of all layers, flat     gradients, states   likewise
     batch x 2    iterations alternate                  stash               one area per stashed tensor
+    snapshots x 2    of layers' states, for recomputes
 
 Rank 0 makes it with memfd_create, the others open it through /proc, so nothing is left behind however the
 processes end. done[action] is written after the action's bytes, so who reads the count may read the bytes.
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from executor.decompose import Boundary, Decomposition
 from executor.decompose.layers import BATCH, TensorName
-from executor.structure import LayerPlaces, Place
+from executor.structure import LayerPlaces, Place, aligned
 from planner.contract.errors import InfeasibleError
 from planner.contract.rules import Rules
 
@@ -50,6 +51,7 @@ class StoreLayout:
     states: int
     batch: tuple[dict[str, int], dict[str, int]]
     stash: dict[TensorName, int]
+    snapshots: tuple[dict[int, int], dict[int, int]]
     total: int
 
 
@@ -83,9 +85,19 @@ def plan_store(rules: Rules, decomposition: Decomposition, num_nodes: int) -> St
         elif key in stashed:
             stash[key] = end
             end = _page(end + nbytes)
+    snapshots: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    for areas in snapshots:
+        for i, layer in enumerate(decomposition.layers):
+            if layer.states:
+                areas[i] = end
+                end = _page(end + len(rules.forward_samples) * _state_bytes(decomposition, i))
     return StoreLayout(
-        num_nodes, devices, microbatches, offsets[0], offsets[1], offsets[2], halves, stash, end
+        num_nodes, devices, microbatches, offsets[0], offsets[1], offsets[2], halves, stash, snapshots, end
     )
+
+
+def _state_bytes(decomposition: Decomposition, layer: int) -> int:
+    return sum(aligned(decomposition.buffers[name].nbytes) for name in decomposition.layers[layer].states)
 
 
 def _page(nbytes: int) -> int:
@@ -274,6 +286,17 @@ class HostStore:
             return self._rows(self.layout.stash[key], boundary, first, end)
         start = self.layout.stash[key] + microbatch * boundary.bytes_fixed
         return self._tensor(start, boundary.shape, boundary.dtype)
+
+    def snapshots(self, layer: int, iteration: int, microbatch: int) -> dict[str, Tensor]:
+        """A layer's states as the forward of a microbatch found them."""
+        decomposition = self._decomposition
+        start = self.layout.snapshots[iteration % 2][layer] + microbatch * _state_bytes(decomposition, layer)
+        found = {}
+        for name in decomposition.layers[layer].states:
+            buffer = decomposition.buffers[name]
+            found[name] = self._tensor(start, tuple(buffer.shape), buffer.dtype)
+            start += aligned(buffer.nbytes)
+        return found
 
     def _rows(self, start: int, boundary: Boundary, first: int, end: int) -> Tensor:
         return self._tensor(

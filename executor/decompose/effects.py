@@ -89,6 +89,23 @@ def ignores_gradients(node: fx.Node) -> bool:
     return makes_new or "detach" in operation or ("set_grad_enabled" in name and node.args[:1] == (False,))
 
 
+def depends_on(nodes: Iterable[fx.Node], given: fx.Node, results: Iterable[fx.Node]) -> bool:
+    """Whether results of operations, run in order, depend on the value of a tensor that they are given. What is written
+    to another tensor in place is taken as not read again through that one's earlier views."""
+    reached = {given}
+    for node in nodes:
+        read = node.all_input_nodes
+        if _is_batch_norm_in_training(node):
+            # it normalizes with the batch's own statistics
+            read = [
+                value for i, value in enumerate(node.args) if isinstance(value, fx.Node) and i not in (3, 4)
+            ]
+        if reached.intersection(read):
+            reached.add(node)
+            reached.update(value for value, is_write in _aliased(node) if is_write)
+    return not reached.isdisjoint(results)
+
+
 def written(nodes: Iterable[fx.Node], given: Iterable[fx.Node]) -> set[fx.Node]:
     """Those of the given tensors that the operations, run in order, change in place, through views as well."""
     base = {node: node for node in given}

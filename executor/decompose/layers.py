@@ -62,7 +62,8 @@ class Layer:
     """Consecutive operations of a model, as a function of parameters, buffers and inputs.
 
     parameters: original names, trainable ones first. sizes: sympy expressions over the number of samples, handed
-    to the code behind the tensors. mutated_buffers change in place when the layer runs.
+    to the code behind the tensors. mutated_buffers change in place when the layer runs; states are those whose values its
+    results depend on (a power iteration's vector, not BatchNorm's statistics): a recompute begins with what its forward had.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Layer:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     mutated_buffers: tuple[str, ...]
+    states: tuple[str, ...]
     inputs: tuple[TensorName, ...]
     outputs: tuple[str, ...]
     sizes: tuple[object, ...]

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from executor.decompose.autocast import Entered, state_of
 from executor.decompose.effects import (
+    depends_on,
     draws_random_numbers,
     ignores_gradients,
     inner_graph,
@@ -260,6 +261,13 @@ class _Splitter:
             parameters=tuple(ordered),
             buffers=tuple(buffers),
             mutated_buffers=tuple(b for b in buffers if b in mutated),
+            states=tuple(
+                dict.fromkeys(
+                    buffer_of[n.name]
+                    for n in placeholders
+                    if buffer_of.get(n.name) in mutated and depends_on(nodes, n, outputs)
+                )
+            ),
             inputs=tuple(inputs),
             outputs=tuple(n.name for n in outputs),
             sizes=tuple(traced.expression(n.meta["val"]) for n in sizes),

@@ -56,6 +56,33 @@ def autocast() -> Workload:
     return Workload(nn.Sequential(*(Careful() for _ in range(3)), nn.Linear(8, 8)), draw, loss)
 
 
+class Damped(nn.Module):
+    """What it gives shrinks with every call; its weights are divided by their largest singular value, as far as a
+    power iteration of one step a call knows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.calls: Tensor
+        self.register_buffer("calls", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1.0)
+        out: Tensor = x + torch.tanh(self.linear(x)) / self.calls
+        return out
+
+
+def damped() -> Workload:
+    def draw(generator: torch.Generator, num_samples: int) -> Batch:
+        return {name: torch.randn(num_samples, 8, generator=generator) for name in "xy"}
+
+    return Workload(
+        nn.Sequential(*(Damped() for _ in range(5))),
+        draw,
+        lambda model, batch: functional.mse_loss(model(batch["x"]), batch["y"]),
+    )
+
+
 class UNet(nn.Module):
     """Ronneberger, Fischer and Brox, MICCAI 2015: each level's result skips to the other side."""
 

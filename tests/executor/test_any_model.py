@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from executor.decompose import Decomposition
+from executor.decompose.buffers import kept
 from executor.host import HostStore, create_memory, plan_store
 from executor.iterations import EVALUATION_STREAM, draw_batch
 from executor.launch import run_schedule
@@ -66,6 +67,7 @@ SPECS = {
     "gpt2 with lora": f"{GPT2}&lora=4",
     "under autocast": f"{HERE}/networks.py:autocast",
     "experts by data": f"{HERE}/networks.py:mixture",
+    "states in layers": f"{HERE}/networks.py:damped",
 }
 
 
@@ -177,11 +179,11 @@ def plain_evaluation(workload: Workload, options: RunOptions, microbatches: tupl
     for number in range(options.evaluate_batches):
         batch = draw_batch(workload, options.seed, number, MINIBATCH, EVALUATION_STREAM)
         shares = workload.shares(batch, microbatches)
-        with torch.no_grad():
-            parts = [
-                workload.loss(workload.model, workload.samples(batch, *samples)).item()
-                for samples in microbatches
-            ]
+        parts = []
+        for samples in microbatches:
+            # an evaluation leaves buffers as they were
+            with torch.no_grad(), kept(workload.model):
+                parts.append(workload.loss(workload.model, workload.samples(batch, *samples)).item())
         losses.append(sum(part * share for part, share in zip(parts, shares, strict=True)))
     return sum(losses) / len(losses)
 

@@ -42,15 +42,28 @@ NUM_LAYERS = 5
 WIDTH = 8
 
 
+class Counting(nn.Module):
+    """A recompute has to begin with the count that its forward had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Tensor
+        self.register_buffer("calls", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1.0)
+        return x / self.calls
+
+
 class Net(nn.Module):
-    """Blocks of which one has statistics, and a tensor that skips some of them."""
+    """Blocks of which one has statistics and one a state, and a tensor that skips some of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 nn.Linear(WIDTH, WIDTH),
-                nn.BatchNorm1d(WIDTH, momentum=0.5) if i == 1 else nn.Tanh(),
+                {1: nn.BatchNorm1d(WIDTH, momentum=0.5), 2: Counting()}.get(i, nn.Tanh()),
                 nn.Linear(WIDTH, WIDTH),
             )
             for i in range(NUM_LAYERS)
@@ -383,7 +396,14 @@ def the_iteration_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_batch_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rank, "is_over", lambda rank, iteration: True)
+    """As soon as all copies of it are launched."""
+
+    def is_over(rank: Rank, iteration: int) -> bool:
+        graph = rank.graph
+        copies = [n for n, lane in enumerate(graph.lane_of) if graph.lanes[lane].stream == "h2d"]
+        return all(rank._recorded[node] > iteration for node in copies)
+
+    monkeypatch.setattr(Rank, "is_over", is_over)
 
 
 def gradients_are_summed_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,8 +434,13 @@ PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 def test_a_planted_race_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first schedule of two replicas, whatever its threads' timing."""
+    """In the first schedule of two replicas (of one device, where host threads meet), whatever its threads' timing."""
     plant(monkeypatch)
-    seed = next(s for s in range(100) if random_graph(s).rules.configuration.mode == "dp")
+    wanted = 1 if plant is a_batch_is_written_over else 2
+    seed = next(
+        s
+        for s in range(100)
+        if len(random_graph(s).rules.replicas) == random_graph(s).rules.configuration.num_devices == wanted
+    )
     with pytest.raises(RaceError, match=PLANTED[plant]):
         replay_random(seed, monkeypatch)

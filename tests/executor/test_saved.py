@@ -31,6 +31,7 @@ from planner.contract.profile import Profile
 from planner.contract.rules import Rules
 from planner.contract.schedule import Schedule, parse_program
 from planner.search import plan_fixed
+from tests.executor.networks import damped
 
 GPT = "hf:gpt2?n_layer=3&n_embd=32&n_head=2&vocab_size=64&n_positions=16&seq=8&tie_word_embeddings={tied}"
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.01}
@@ -75,7 +76,14 @@ def make_skips() -> Workload:
     )
 
 
-WORKLOADS = {"gpt2": make_gpt, "skips": make_skips}
+def make_damped() -> Workload:
+    torch.manual_seed(0)
+    workload = damped()
+    workload.model.train()
+    return workload
+
+
+WORKLOADS = {"gpt2": make_gpt, "skips": make_skips, "states": make_damped}
 
 
 @cache
