@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format schema golden bench-exact bench-executor bench-overhead bench-kinds bench-planner gpu-test clean
+.PHONY: help venv demo test check format schema profiles golden bench-exact bench-executor bench-overhead bench-estimate bench-kinds bench-planner gpu-test clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F '\t' '{ printf "  %-16s %s\n", $$1, $$2 }'
@@ -41,6 +41,9 @@ format: $(READY) ## format the code
 
 schema: $(READY) ## write profiles/*.schema.json
 	$(BIN)/python -c "$$SCHEMA"
+
+profiles: $(READY) ## count the models of the library anew, for what-if (minutes)
+	$(BIN)/python -m executor.library profiles
 
 golden: $(READY) ## rewrite the golden files of the tests; review them as a diff
 	$(PYTEST) -n 0 tests/planner --update-golden
@@ -129,6 +132,9 @@ KIND_SHARE_resident := 85
 KIND_FLAGS_recompute := --mode pp --activations recompute
 KIND_FLAGS_keep := --updates host
 KIND_FLAGS_resident :=
+
+bench-estimate: $(READY) ## how far off are estimates? beside the profiles in $(REFERENCE)
+	$(BIN)/python -m tests.bench_estimate $(REFERENCE)
 
 bench-kinds: $(READY) ## planned against measured for plans of three kinds (make demo first), within 10 % and in the planned order
 	@test -f $(DEMO)/profile.json || { echo 'bench-kinds: run make demo first, its profile is used here' >&2; exit 2; }

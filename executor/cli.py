@@ -1,4 +1,4 @@
-"""`harmony-executor`: profile a model, describe a machine, run a schedule, look for what stands in the way. The commands are in commands/.
+"""`harmony-executor`: profile a model or estimate it, describe a machine, run a schedule, look for what stands in the way. The commands are in commands/.
 
 Results for people on stdout, progress on stderr. Exit status 0; 1 where a run fails (out of memory in one line,
 anything else with its traceback); 2 for bad input, with one line on stderr.
@@ -15,6 +15,7 @@ import typer
 
 from executor.commands import terminal
 from executor.commands.doctor import doctor_command
+from executor.commands.estimate import estimate_command
 from executor.commands.hardware import hardware_command
 from executor.commands.profile import profile_command
 from executor.commands.run import run_command
@@ -33,6 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.command("profile")(profile_command)
+app.command("estimate")(estimate_command)
 app.command("hardware")(hardware_command)
 app.command("run")(run_command)
 app.command("doctor")(doctor_command)

@@ -31,6 +31,7 @@ from planner.contract.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from planner.baselines import Baseline
     from planner.calibrate import Calibration
+    from planner.commands.what_if import ServerAnswer
     from planner.explain import Answer
     from planner.frontier import Point
     from planner.search import Result
@@ -117,6 +118,40 @@ def frontier_table(points: Sequence[Point]) -> RenderableType:
             bound = format_seconds(point.lower_bound_seconds)
             table.add_row(*row, format_seconds(point.seconds), f"{rate:.4g}", bound, point.mode)
     return table
+
+
+def server_answers(title: str, answers: Sequence[ServerAnswer]) -> RenderableType:
+    """`what-if`: a line a server."""
+    table = Table(box=None, title=title, title_justify="left", title_style="")
+    for name in (
+        "server",
+        "iteration",
+        "samples/s",
+        "tokens/s",
+        "lower bound",
+        "memory",
+        "host",
+        "limited by",
+    ):
+        table.add_column(
+            name, justify="left" if name in ("server", "limited by") else "right", overflow="fold"
+        )
+    for answer in answers:
+        if answer.schedule is None:
+            table.add_row(answer.server, "cannot", "", "", "", "", "", answer.reason)
+            continue
+        predicted = answer.schedule.predicted
+        table.add_row(
+            answer.server,
+            format_seconds(predicted.iteration_seconds),
+            f"{answer.samples_per_second:.4g}",
+            "-" if answer.tokens_per_second is None else f"{answer.tokens_per_second:,.0f}",
+            format_seconds(predicted.lower_bound_seconds),
+            format_bytes(max(device.peak_bytes for device in predicted.devices)),
+            format_bytes(predicted.host_bytes),
+            answer.limited_by,
+        )
+    return _spaced(table)
 
 
 def _others(best: Schedule, others: Sequence[Schedule]) -> Table:

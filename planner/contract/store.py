@@ -1,4 +1,4 @@
-"""Load and save the four files; the only place that knows paths, versions and JSON.
+"""Load and save the files; the only place that knows paths, versions and JSON.
 
 A file is refused with its path, the place inside it and what to do; a version by naming both versions.
 """
@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from planner.contract import counts as countings
 from planner.contract import fixed as fixeds
 from planner.contract import hardware as hardwares
 from planner.contract import profile as profiles
 from planner.contract import schedule as schedules
 from planner.contract import trace as traces
+from planner.contract.counts import Counts
 from planner.contract.errors import FormatError
 from planner.contract.fixed import Fixed
 from planner.contract.hardware import Hardware
@@ -25,7 +27,9 @@ from planner.contract.profile import Profile
 from planner.contract.schedule import Configuration, Schedule
 from planner.contract.trace import Trace, TraceFile
 
-_KINDS = {module.SCHEMA.rpartition("/")[0] for module in (fixeds, hardwares, profiles, schedules, traces)}
+_KINDS = {
+    module.SCHEMA.rpartition("/")[0] for module in (countings, fixeds, hardwares, profiles, schedules, traces)
+}
 
 T = TypeVar("T")
 
@@ -67,6 +71,13 @@ def load_schedule(path: str | Path) -> Schedule:
     return schedule
 
 
+def load_counts(path: str | Path) -> Counts:
+    """Raises FormatError, OSError."""
+    found = _load(path, Counts, countings.SCHEMA)
+    _checked(path, lambda: countings.check(found))
+    return found
+
+
 def load_fixed(path: str | Path) -> Fixed | Configuration:
     """A plan that is given: a `harmony-fixed/1` file, or the configuration of a schedule. Raises FormatError, OSError."""
     if str(path) == STANDARD:
@@ -96,7 +107,7 @@ def load_schedule_or_trace(path: str | Path) -> Schedule | Trace:
     return load_trace(path)
 
 
-def save(noun: Profile | Hardware | Schedule | Trace, path: str | Path) -> None:
+def save(noun: Profile | Hardware | Schedule | Trace | Counts, path: str | Path) -> None:
     """Write a file whole or not at all. Same noun, same bytes."""
     text = encode(noun)
     if str(path) == STANDARD:
@@ -106,14 +117,15 @@ def save(noun: Profile | Hardware | Schedule | Trace, path: str | Path) -> None:
     write_whole(path, text)
 
 
-def encode(noun: Profile | Hardware | Schedule | Trace) -> bytes:
-    """The JSON of a file, its schema first, one action or span a line."""
+def encode(noun: Profile | Hardware | Schedule | Trace | Counts) -> bytes:
+    """The JSON of a file, its schema first, one action or span a line; counts, which nobody reads, on one."""
     if isinstance(noun, Trace):
         body = msgspec.to_builtins(traces.to_chrome(noun))
         body["harmony"] = {"schema": noun.schema} | body["harmony"]
     else:
         body = {"schema": noun.schema} | msgspec.to_builtins(noun)
-    return msgspec.json.format(msgspec.json.encode(body), indent=1) + b"\n"
+    text = msgspec.json.encode(body)
+    return (text if isinstance(noun, Counts) else msgspec.json.format(text, indent=1)) + b"\n"
 
 
 def schedule_hash(schedule: Schedule) -> str:
@@ -143,6 +155,7 @@ def json_schemas() -> dict[str, dict[str, Any]]:
         "schedule": Schedule,
         "trace": TraceFile,
         "fixed": Fixed,
+        "counts": Counts,
     }
     return {f"{name}.schema.json": msgspec.json.schema(kind) for name, kind in types.items()}
 

@@ -35,6 +35,8 @@ def test_model_without_memory_has_the_same_layers(name: str) -> None:
     assert whole[1].structure_hash == structured[1].structure_hash
     assert whole[1].aliases == structured[1].aliases
     for buffer, tensor in whole[1].buffers.items():
+        if buffer.endswith(("._u", "._v")):  # made of weights, which are not there: the store has them
+            continue
         assert torch.equal(structured[1].buffers[buffer], tensor), buffer
 
 

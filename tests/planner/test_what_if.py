@@ -1,0 +1,50 @@
+"""`what-if`: from a model's name and a server's to an answer, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.cli import main
+from planner.contract import store
+
+MODEL = "gpt2-medium"
+
+
+def test_a_server_that_can_says_how_fast_and_what_limits_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "s.json"
+    assert main(["what-if", "--model", MODEL, "--gpus", "2x3060", "--minibatch", "8", "-o", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("2x3060", "tokens/s", "limited by", "estimated from data sheets"))
+    assert store.load_schedule(path).configuration.num_devices <= 2
+
+
+def test_servers_are_compared_and_one_that_cannot_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["what-if", "--model", MODEL, "--gpus", "1x4090", "--minibatch", "8"]
+    assert main([*arguments, "--compare", "1x3060,1x1080ti", "--json"]) == 0
+    first, second, third = json.loads(capsys.readouterr().out)
+    assert first["samples_per_second"] > second["samples_per_second"]
+    assert not third["fits"]
+    assert "bfloat16" in third["reason"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--model", "gpt5"], "not in the library"),
+        (["--dtype", "int8"], "the library has bfloat16 and float32"),
+        (["--gpus", "4x4091"], "did you mean"),
+        (["--gpus", "4090"], "looks like 4x4090"),
+        (["--memory", "80GiB"], "a rtx4090 has"),
+    ],
+)
+def test_bad_input_is_one_line(change: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"--model": MODEL, "--gpus": "1x4090", "--minibatch": "8"} | {change[0]: change[1]}
+    assert main(["what-if", *(part for pair in given.items() for part in pair)]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert len(err.splitlines()) == 1
