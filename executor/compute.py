@@ -51,15 +51,13 @@ def run_forward(rank: Rank, action: Forward, iteration: int) -> bool:
     makes = rank.rules.effects(action).makes
     handed = {v: [(t.src, t.name) for t in rank.rules.tensors_of(v)] for v in makes if v.kind in "YS"}
     saves = next((value for value in makes if value.kind == "AF"), None)
-    environment = given(rank, action)
+    environment, step = given(rank, action), rank.options.done + rank.iterations.step(iteration)
     with rank.device.on("compute"):
         graph = _open_graph(rank, action, weights, environment) if saves is not None else None
         kept = {key for keys in handed.values() for key in keys}
         with graph.saved.hooks() if graph is not None else torch.no_grad():
             for layer in range(pack.first, pack.last + 1):
-                seed_layer(
-                    rank.options.seed, rank.options.done + rank.iterations.step(iteration), layer, first
-                )
+                seed_layer(rank.options.seed, step, layer, first)
                 own = _states(rank, weights, layer, iteration, action.microbatch, is_saved=graph is not None)
                 run_layer(rank, rank.decomposition, layer, weights, environment, end - first, own)
                 for name, changed in own.items():
@@ -194,8 +192,9 @@ def _recompute(
     loss = torch.empty(0)
     first, end = rank.rules.backward_samples[action.microbatch]
     is_fused = action.pack == rank.rules.fused
+    step = rank.options.done + rank.iterations.step(iteration)
     for layer in range(pack.first, pack.last + 1):
-        seed_layer(rank.options.seed, rank.options.done + rank.iterations.step(iteration), layer, first)
+        seed_layer(rank.options.seed, step, layer, first)
         # statistics are updated once: by the forward, which for the fused pack is this one
         own = {} if is_fused else own_buffers(rank, weights, layer)
         if own and rank.decomposition.layers[layer].states:

@@ -5,8 +5,8 @@
               microbatch; every operation is one entry
     line      flops, bytes and peaks through both sizes: a part for each sample and a fixed one
 
-An operation moves what it reads and writes once: eager PyTorch fuses nothing. Peaks grow at most linearly between the
-sizes, so the line is never below them.
+An operation moves what it reads and writes once: eager PyTorch fuses nothing. A peak is the largest of sums that each grow
+linearly, so between the sizes the line is never below it; for a single sample it is an extrapolation, and may be.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from executor.decompose import Decomposition, Layer, decompose
+from executor.decompose.effects import draws_random_numbers
 from executor.hollow import give_memory, hollow
 from executor.meter import Meter
 from executor.models import load_workload
 from executor.optimizer import has_master, recipe, state_layout
-from executor.structure import aligned, structure
+from executor.structure import held_bytes, structure
 from planner.contract.counts import Counts, LayerCounts, Line, Operation, Pass, Step
 from planner.contract.errors import HarmonyError
 
-SIZES = (2, 32)
+SIZES = (2, 128)
 """Microbatches that layers are run on; BatchNorm wants more than one sample."""
 READS_ROWS = ("embedding", "index", "index_select", "gather")
 """Operations that read as many rows as they give, not all of their first input."""
@@ -60,13 +61,14 @@ def count(
     decomposition = decompose(workload, example, patterns=patterns, check=False)
     chosen = recipe(optimizer, settings)
     skeleton = structure(decomposition, spec, chosen, patterns)
+    num_kinds = len({layer.signature for layer in decomposition.layers})
     unique: dict[str, int] = {}
     kinds: list[LayerCounts] = []
     for layer in decomposition.layers:
         if layer.signature not in unique:
             unique[layer.signature] = len(kinds)
             kinds.append(_count_layer(decomposition, layer))
-            progress(len(kinds), len({other.signature for other in decomposition.layers}))
+            progress(len(kinds), num_kinds)
     owners = {name: uses[0] for name, uses in decomposition.ties.items()}
     steps = []
     for i, layer in enumerate(decomposition.layers):
@@ -77,12 +79,7 @@ def count(
         kinds=tuple(kinds),
         kind_of=tuple(unique[layer.signature] for layer in decomposition.layers),
         steps=tuple(steps),
-        attention=_attention(spec),
     )
-
-
-def _attention(spec: str) -> str:
-    return spec.partition("attn_implementation=")[2].partition("&")[0]
 
 
 def _count_step(tensors: Mapping[str, Tensor], chosen: Any) -> Step:
@@ -111,7 +108,7 @@ def _as_on_gpu(layer: Layer) -> Layer:
     graph = fx.Graph()
     graph.output(graph.graph_copy(layer.code.graph, {}))
     for node in list(graph.nodes):
-        if node.target is torch.ops.aten.dropout.default and (len(node.args) < 3 or node.args[2]):
+        if node.target is torch.ops.aten.dropout.default and draws_random_numbers(node):
             with graph.inserting_before(node):
                 both = graph.call_function(torch.ops.aten.native_dropout.default, (*node.args[:2], True))
                 kept = graph.call_function(operator.getitem, (both, 0))
@@ -199,7 +196,7 @@ def _tensors(
 
 def _forward(decomposition: Decomposition, layer: Layer, size: int) -> _Run:
     parameters, buffers, inputs = _tensors(decomposition, layer, size)
-    held = sum(aligned(t.nbytes) for t in (*parameters, *buffers)) + sum(t.nbytes for t in inputs)
+    held = held_bytes((*parameters, *buffers), inputs)
     with torch.no_grad(), Meter(name="estimate") as meter, _Operations() as operations:
         layer(parameters, buffers, inputs, size)
     return _Run(operations.found, held + meter.peak_bytes)
@@ -215,10 +212,13 @@ def _backward(decomposition: Decomposition, layer: Layer, size: int) -> _Run:
         t.requires_grad_(decomposition.boundaries[key].is_differentiable)
         for key, t in zip(layer.inputs, inputs, strict=True)
     ]
-    held = sum(aligned(t.nbytes) for t in (*parameters, *trainable, *buffers)) + sum(t.nbytes for t in given)
+    held = held_bytes((*parameters, *trainable, *buffers), given)
     with Meter(name="estimate") as meter:
-        out = [t for t in layer(parameters, buffers, given, size) if t.requires_grad]
+        # what has no gradient is handed on, too
+        made = layer(parameters, buffers, given, size)
         saved = meter.allocated_bytes
+    out = [t for t in made if t.requires_grad]
+    del made
     gradients = [torch.ones_like(t) for t in out]
     handed = sum(t.nbytes for t in gradients)
     with meter, _Operations() as operations:

@@ -21,7 +21,7 @@ from executor.decompose.layers import BATCH, TensorName
 from executor.decompose.move import move_code
 from executor.meter import Meter
 from executor.optimizer import Recipe, has_master, recipe
-from executor.structure import aligned, structure
+from executor.structure import held_bytes, structure
 from executor.workload import Workload
 from planner.contract import profile as contract
 from planner.contract.errors import HarmonyError
@@ -179,7 +179,7 @@ class _Bench:
                 return self._now() - start
 
         seconds, spread = self._timed(once, f"forward of layer {layer.name} at {size}")
-        held = sum(aligned(t.nbytes) for t in (*parameters, *buffers)) + sum(t.nbytes for t in given)
+        held = held_bytes((*parameters, *buffers), given)
         with self._metered() as meter, torch.no_grad():
             layer(parameters, buffers, given, size)
         return contract.ForwardCost(size, seconds, held + meter.peak_bytes, spread)
@@ -209,9 +209,7 @@ class _Bench:
             return self._now() - start
 
         seconds, spread = self._timed(once, f"backward of layer {layer.name} at {size}")
-        held = sum(aligned(t.nbytes) for t in (*parameters, *trainable, *buffers)) + sum(
-            t.nbytes for t in given
-        )
+        held = held_bytes((*parameters, *trainable, *buffers), given)
         outputs, gradients = forward()
         handed = sum(g.nbytes for g in gradients)
         del outputs

@@ -7,11 +7,12 @@ optimizer states. A parameter that several layers use has a place in each of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from executor.decompose import Boundary, Decomposition
 from executor.optimizer import Recipe, state_layout
@@ -98,6 +99,11 @@ def _place(
         places[key] = Place(offset, shape, dtype)
         offset += aligned(places[key].nbytes)
     return places, offset
+
+
+def held_bytes(owned: Iterable[Tensor], given: Iterable[Tensor]) -> int:
+    """What is there while a layer runs alone: what it owns, as it lies in slots, and what it is given."""
+    return sum(aligned(t.nbytes) for t in owned) + sum(t.nbytes for t in given)
 
 
 def structure(

@@ -1,7 +1,8 @@
 """How far off are estimates? `python -m tests.bench_estimate ../shared/reference`: beside profiles measured on a GTX 1080 Ti.
 
-Each network is counted without weights, estimated from the data sheet, and scaled by one factor for the device, the
-one of GPT-2 XL. Columns: errors of layers' seconds in the median and at the 90th percentile, forward and backward, over all
+Each network is counted without weights, estimated from published figures, and scaled by one factor for the device. It is
+fitted on GPT-2 XL, so that row is no test of the seconds; the others are. BERT stands here twice, with the GELU of transformers and
+with one that composes it of its operations (`gelu_python`): which one was measured is not known. Columns: errors of layers' seconds in the median and at the 90th percentile, forward and backward, over all
 microbatches that both have; of weights and of peaks; and the plan made from the estimate, run in the simulator on the
 measured profile, against the plan made from the measured one (4 devices, 64 samples).
 """
@@ -24,17 +25,29 @@ from planner.contract.roofline import calibration, estimate
 from planner.search import plan, plan_fixed
 
 GPU = "gtx1080ti"
-BERT = "hf:bert?hidden_size=1024&intermediate_size=4096&num_attention_heads=16&vocab_size=30522&seq=512&task=classification&num_labels=2&hidden_act=gelu_python&attn_implementation=eager&num_hidden_layers="
-SPECS = {
-    "gpt2_xl": "hf:gpt2?n_layer=48&n_embd=1600&n_head=25&n_positions=1024&vocab_size=50257&seq=1024&tie_word_embeddings=false&attn_implementation=eager",
-    "bert_large_seqlen512": f"{BERT}24",
-    "bert_96_seqlen512": f"{BERT}96",
-}
-HARDWARE = {
-    "gpt2_xl": "4x1080ti-9gb",
-    "bert_large_seqlen512": "4x1080ti-10gib",
-    "bert_96_seqlen512": "4x1080ti-9gb",
-}
+BERT = (
+    "hf:bert?hidden_size=1024&intermediate_size=4096&num_attention_heads=16&vocab_size=30522&seq=512"
+    "&task=classification&num_labels=2&attn_implementation=eager&hidden_act={gelu}&num_hidden_layers={layers}"
+)
+GPT2 = (
+    "hf:gpt2?n_layer=48&n_embd=1600&n_head=25&n_positions=1024&vocab_size=50257&seq=1024"
+    "&tie_word_embeddings=false&attn_implementation=eager"
+)
+CASES = [
+    ("gpt2_xl", "4x1080ti-9gb", GPT2),
+    *(
+        (name, hardware, BERT.format(gelu=gelu, layers=layers))
+        for name, hardware, layers in (
+            ("bert_large_seqlen512", "4x1080ti-10gib", 24),
+            ("bert_96_seqlen512", "4x1080ti-9gb", 96),
+        )
+        for gelu in ("gelu", "gelu_python")
+    ),
+]
+"""Profile, hardware and what is counted."""
+SECONDS_GATE = 0.25
+BYTES_GATE = 0.02
+PLAN_GATE = 0.05
 
 
 def joined(profile: Profile) -> Profile:
@@ -73,7 +86,7 @@ def errors(ours: Layer, theirs: Layer, direction: str, what: str) -> list[float]
 def main() -> int:
     """Print the table; returns 1 where a gate does not hold."""
     reference = Path(sys.argv[1])
-    factor, failed = 1.0, False
+    factor, num_beyond = 1.0, 0
     header = (
         "model",
         "forward",
@@ -84,34 +97,42 @@ def main() -> int:
         "plan of the estimate",
     )
     sys.stdout.write(f"| {' | '.join(header)} |\n|{'---|' * len(header)}\n")
-    for name, spec in SPECS.items():
+    for name, hardware, spec in CASES:
         measured = joined(store.load_profile(reference / "profiles" / f"{name}.json"))
         counts = count(spec, optimizer="adam", settings={"lr": 1e-3})
         if name == "gpt2_xl":
             factor = calibration(measured, estimate(counts, GPU, GPUS[GPU]))
         found = estimate(counts, GPU, GPUS[GPU], factor=factor)
         pairs = list(zip(found.layers, measured.layers, strict=True))
-        cells = [name]
+        cells = [f"{name}, gelu_python" if "gelu_python" in spec else name]
         for direction in ("forward", "backward"):
             off = [abs(e) for a, b in pairs for e in errors(a, b, direction, "seconds")]
-            failed |= median(off) > 0.25
-            cells.append(f"{median(off):.1%}, {quantiles(off, n=10)[8]:.1%}")
-        weights = sum(a.weight_bytes for a, _ in pairs) / sum(b.weight_bytes for _, b in pairs) - 1
-        cells.append(f"{weights:+.2%}")
-        for direction in ("forward", "backward"):
-            cells.append(f"{median(e for a, b in pairs for e in errors(a, b, direction, 'peak_bytes')):+.1%}")
-        cells.append(
-            transferred(
-                found, measured, store.load_hardware(reference / "hardware" / f"{HARDWARE[name]}.json")
+            num_beyond += median(off) > SECONDS_GATE
+            cells.append(
+                f"{median(off):.1%}, {quantiles(off, n=10)[8]:.1%}{_flag(median(off) > SECONDS_GATE)}"
             )
+        weights = sum(a.weight_bytes for a, _ in pairs) / sum(b.weight_bytes for _, b in pairs) - 1
+        num_beyond += abs(weights) > BYTES_GATE
+        cells.append(f"{weights:+.2%}{_flag(abs(weights) > BYTES_GATE)}")
+        for direction in ("forward", "backward"):
+            peak = median(e for a, b in pairs for e in errors(a, b, direction, "peak_bytes"))
+            cells.append(f"{peak:+.1%}")
+        cell, is_near = transferred(
+            found, measured, store.load_hardware(reference / "hardware" / f"{hardware}.json")
         )
+        num_beyond += not is_near
+        cells.append(f"{cell}{_flag(not is_near)}")
         sys.stdout.write(f"| {' | '.join(cells)} |\n")
         sys.stdout.flush()
-    sys.stdout.write(f"\nfactor {factor:.3g}\n")
-    return int(failed)
+    sys.stdout.write(f"\nfactor {factor:.3g}; {num_beyond} beyond their gates\n")
+    return 1 if num_beyond else 0
 
 
-def transferred(found: Profile, measured: Profile, hardware: Hardware) -> str:
+def _flag(is_beyond: bool) -> str:
+    return "!" if is_beyond else ""
+
+
+def transferred(found: Profile, measured: Profile, hardware: Hardware) -> tuple[str, bool]:
     """The estimate's plan on the measured profile, beside that one's own. What forwards save was not measured, so
     neither plan may know it."""
     layers = tuple(
@@ -125,15 +146,15 @@ def transferred(found: Profile, measured: Profile, hardware: Hardware) -> str:
     theirs = plan(found, hardware, minibatch=64).schedule
     assert own is not None
     if theirs is None:
-        return "does not fit"
+        return "does not fit", False
     try:
         moved = plan_fixed(measured, hardware, theirs.configuration, minibatch=64)
     except HarmonyError as error:
-        return str(error)
+        return str(error), False
     if moved.schedule is None:
-        return moved.reason
+        return moved.reason, False
     ours, best = moved.schedule.predicted.iteration_seconds, own.predicted.iteration_seconds
-    return f"{ours:.3g} s, {ours / best - 1:+.1%}"
+    return f"{ours:.4g} s, {ours / best - 1:+.2%}", ours <= best * (1 + PLAN_GATE)
 
 
 if __name__ == "__main__":

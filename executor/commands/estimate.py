@@ -13,6 +13,7 @@ from executor.commands.options import (
     Json,
     LayerPatterns,
     LearningRate,
+    ModelSpec,
     Momentum,
     Optimizer,
     Output,
@@ -30,12 +31,7 @@ from planner.contract.roofline import calibration, estimate
 
 
 def estimate_command(
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model", metavar="SPEC", help="hf:NAME?key=value, path/to/file.py:function or module:function."
-        ),
-    ],
+    model: ModelSpec,
     gpu: Annotated[
         str | None,
         typer.Option(

@@ -51,6 +51,12 @@ Data = Annotated[
     Path | None,
     typer.Option("--data", metavar="PATH", help="A text file, or a folder of them, for hf: models."),
 ]
+ModelSpec = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="SPEC", help="hf:NAME?key=value, path/to/file.py:function or module:function."
+    ),
+]
 LayerPatterns = Annotated[
     list[str] | None,
     typer.Option(

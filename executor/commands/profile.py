@@ -15,6 +15,7 @@ from executor.commands.options import (
     Json,
     LayerPatterns,
     LearningRate,
+    ModelSpec,
     Momentum,
     Optimizer,
     Output,
@@ -31,12 +32,7 @@ from planner.contract.output import STANDARD
 
 
 def profile_command(
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model", metavar="SPEC", help="hf:NAME?key=value, path/to/file.py:function or module:function."
-        ),
-    ],
+    model: ModelSpec,
     microbatches: Annotated[
         str, typer.Option("--microbatches", metavar="N,N,...", help="Microbatch sizes to measure.")
     ] = "1,2,4,8",

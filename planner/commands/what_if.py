@@ -20,7 +20,7 @@ from planner.contract.gpus import server
 from planner.contract.hardware import Hardware
 from planner.contract.output import STANDARD
 from planner.contract.profile import Profile
-from planner.contract.roofline import SURE, estimate
+from planner.contract.roofline import HOW_SURE, estimate
 from planner.contract.schedule import Schedule
 from planner.contract.units import parse_bytes
 
@@ -145,8 +145,8 @@ def _answer(name: str, result: Any, profile: Profile, minibatch: int) -> ServerA
 def _how_sure(hardware: Hardware) -> str:
     rate = hardware.host_links[0].h2d_bytes_per_second / 1e9
     return (
-        f"estimated from data sheets (each GPU on a bus of {rate:.3g} GB/s), layers within {SURE:.0%} in the median; "
-        f"measure with harmony-executor profile and hardware to be sure"
+        f"estimated {HOW_SURE}; assumed is a bus of {rate:.3g} GB/s for each GPU. "
+        f"To be sure, measure with harmony-executor profile and hardware"
     )
 
 

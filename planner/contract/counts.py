@@ -53,16 +53,12 @@ class Step(Noun):
 
 
 class Counts(Noun):
-    """profile: the model's structure, its layers without costs. kinds: each kind of layer once; kind_of: of each layer.
-
-    attention: which implementation was counted, where the model's spec says one.
-    """
+    """profile: the model's structure, its layers without costs. kinds: each kind of layer once; kind_of: of each layer."""
 
     profile: Profile
     kinds: tuple[LayerCounts, ...]
     kind_of: tuple[int, ...]
     steps: tuple[Step, ...]
-    attention: str = ""
     schema: str = SCHEMA
 
 

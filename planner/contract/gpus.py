@@ -1,16 +1,14 @@
-"""GPUs and the buses they are on, from their makers' data sheets, for estimates before there is anything to measure.
+"""GPUs and the buses they are on, by their published peak figures, for estimates before there is anything to measure.
 
 Rates are dense ones with sums in float32: float32 on the ordinary cores (PyTorch multiplies so unless told otherwise),
 float16 and bfloat16 on tensor cores; consumer cards have half the advertised rate there, which is with float16 sums.
-Bus rates are what pinned copies reach, about 80 % of the nominal.
 
-    Pascal     GeForce GTX 1080 Ti specifications (2017)
-    Volta      V100 data sheet (2020)
-    Turing     NVIDIA Turing GPU architecture white paper, WP-09183-001 (2018)
-    Ampere     GA102 white paper V2 (2021); A100 data sheet (2022)
-    Ada        Ada GPU architecture white paper V2 (2023); L40S data sheet (2023)
-    Hopper     H100 data sheet (2024); H200 data sheet (2024)
-    Blackwell  RTX Blackwell GPU architecture white paper (2025)
+    looked up in tables of others      a100-40, a100-80, h100 and h200 (tensor rate or memory rate), rtx4090; rtxa6000's memory
+                                       and float32 rates, its tensor rate by the ratio of its sister A4000
+    as commonly given, not looked up   all others
+    measured                           the PCIe 3 rate, on a server of GTX 1080 Ti; 4 and 5 are twice and four times that
+
+None was checked against its maker's own document; measure where it matters.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from planner.contract.profile import Noun
 
 TERA = 1e12
 GIGA = 1e9
-PCIE = {3: 12.3 * GIGA, 4: 25.0 * GIGA, 5: 50.0 * GIGA}
+PCIE = {3: 12.3 * GIGA, 4: 24.6 * GIGA, 5: 49.2 * GIGA}
 """Bytes per second over 16 lanes, each way, by generation."""
 RESERVED_BYTES = 700 << 20
 """Context, libraries, allocator slack."""
@@ -70,7 +68,7 @@ GPUS = {
     "rtx3060": _gpu(12, 12.7, 25.5, 360, 4),
     "rtx3080": _gpu(10, 29.8, 59.5, 760, 4),
     "rtx3090": _gpu(24, 35.6, 71, 936, 4),
-    "rtxa6000": _gpu(48, 38.7, 77.4, 768, 4),
+    "rtxa6000": _gpu(48, 38.7, 154.8, 768, 4),
     "a100-40": _gpu(40, 19.5, 312, 1555, 4, link=300),
     "a100-80": _gpu(80, 19.5, 312, 2039, 4, link=300),
     "rtx4060ti": _gpu(16, 22.1, 44.1, 288, 4, lanes=8),
@@ -117,7 +115,7 @@ def server(name: str, *, memory_bytes: int | None, host_bytes: int) -> tuple[Har
         host_links=tuple(HostLink(rate, rate, 1e-5) for _ in range(int(count))),
         # a step of the optimizer uses all cores
         host=Host(host_bytes, int(0.9 * host_bytes), 1),
-        name=f"{count}x {known} (data sheets)",
+        name=f"{count}x {known} (published figures)",
         peer_bytes_per_second=gpu.link_bytes_per_second,
     )
     return hardware, gpu

@@ -14,7 +14,7 @@ from executor.options import RunOptions
 from executor.profile import measure_profile
 from planner.contract import store
 from planner.contract.errors import FormatError, HarmonyError
-from planner.contract.gpus import GPUS, find_gpu, server
+from planner.contract.gpus import GPUS, PCIE, find_gpu, server
 from planner.contract.profile import model_hash
 from planner.contract.roofline import calibration, estimate
 from planner.search import plan
@@ -35,8 +35,6 @@ def test_bytes_are_those_that_are_measured() -> None:
     assert model_hash(counted) == model_hash(measured)
     assert counted.edges == measured.edges
     for ours, theirs in zip(counted.layers, measured.layers, strict=True):
-        # the inputs' masks, which are small beside any layer of a real model, are counted twice
-        near = 0.12 if ours.name == "inputs" else 0.02
         for size in SIZES:
             found = [
                 next(c for c in costs if c.microbatch_size == size)
@@ -47,8 +45,8 @@ def test_bytes_are_those_that_are_measured() -> None:
                 next(c for c in costs if c.microbatch_size == size)
                 for costs in (ours.backward, theirs.backward)
             ]
-            assert back[0].saved_bytes == pytest.approx(back[1].saved_bytes, rel=near), ours.name
-            assert back[0].peak_bytes == pytest.approx(back[1].peak_bytes, rel=near), ours.name
+            assert back[0].saved_bytes == back[1].saved_bytes, ours.name
+            assert back[0].peak_bytes == pytest.approx(back[1].peak_bytes, rel=0.02), ours.name
 
 
 def test_a_plan_made_from_an_estimate_runs() -> None:
@@ -77,7 +75,7 @@ def test_one_factor_brings_estimates_to_measured_times() -> None:
 
 
 def test_a_layer_that_depends_on_its_data_is_named() -> None:
-    with pytest.raises(HarmonyError, match=r"profile the model on a device|--model"):
+    with pytest.raises(HarmonyError, match=r"layer blocks.0: .* depends on the data, .*; profile the model on a device"):
         count(SPECS["experts by data"], optimizer="adamw", settings=SETTINGS)
 
 
@@ -85,7 +83,7 @@ def test_servers_and_gpus_by_name() -> None:
     assert find_gpu("4090")[0] == find_gpu("RTX 4090")[0] == "rtx4090"
     hardware, _ = server("2x4060ti", memory_bytes=None, host_bytes=1 << 38)
     assert len(hardware.devices) == 2
-    assert hardware.host_links[0].h2d_bytes_per_second == 12.5e9, "half the lanes"
+    assert hardware.host_links[0].h2d_bytes_per_second == PCIE[4] / 2, "half the lanes"
     for name, words in (("4090", "looks like 4x4090"), ("0x4090", "looks like"), ("4x4091", "did you mean")):
         with pytest.raises(FormatError, match=words):
             server(name, memory_bytes=None, host_bytes=1)

@@ -24,6 +24,7 @@ from planner.simulate import simulate
 MODEL = "hf:gpt2?n_layer=3&n_embd=96&n_head=4&vocab_size=256&seq=48&tie_word_embeddings={tied}"
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.01}
 STEPS = 3
+MEMORY = 4_800_000
 
 
 def trained(
@@ -36,9 +37,7 @@ def trained(
     workload = load_workload(spec, seed=0)
     profile = measure_profile(workload, spec, [1, 2], optimizer="adamw", settings=SETTINGS, repeats=3)
     hardware = Hardware(
-        devices=tuple(
-            DeviceSpec(f"gpu{d}", 5_000_000, compute_scale=0.5, host_link=d) for d in range(devices)
-        ),
+        devices=tuple(DeviceSpec(f"gpu{d}", MEMORY, compute_scale=0.5, host_link=d) for d in range(devices)),
         host_links=tuple(HostLink(4e8, 4e8) for _ in range(devices)),
         host=Host(4 << 30, 4 << 30, devices),
         peer_bytes_per_second=4e8,
@@ -49,8 +48,8 @@ def trained(
     options = RunOptions(spec, steps=STEPS, optimizer="adamw", settings=SETTINGS)
     measured = run_schedule(schedule, options, weights_out=folder / "weights.safetensors")
     plain = train(load_workload(spec, seed=0), options, schedule.configuration.microbatches.backward)
-    # how much more depends on the microbatches that the plan chose from the measured times
-    assert plain.peak_bytes > 1.5 * 5_000_000
+    # with any microbatch: the smallest needs 9.8 MB
+    assert plain.peak_bytes > 2 * MEMORY
     return (
         schedule,
         simulate(schedule, profile, hardware),
