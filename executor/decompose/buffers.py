@@ -25,3 +25,16 @@ def kept(model: nn.Module) -> Iterator[None]:
             for module, name, buffer, value in before:
                 module._buffers[name] = buffer
                 buffer.copy_(value)
+
+
+@contextmanager
+def apart(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model's buffers are copies in memory of their own: other processes may be using the others."""
+    before = [(buffer, buffer.data) for buffer in model.buffers()]
+    for buffer, value in before:
+        buffer.data = value.clone()
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.data = value

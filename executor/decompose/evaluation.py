@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from executor.decompose.buffers import apart
 from executor.decompose.cut import decompose
 from executor.decompose.layers import BATCH, Boundary, Decomposition, Layer, TensorName
 from executor.workload import Workload
@@ -45,9 +46,11 @@ def decompose_for_evaluation(
     """The layers of `trained` as they run in evaluation mode, with the names of its tensors. Arguments as `decompose`
     has them.
 
+    Other ranks may train meanwhile: nothing that the model shares with them is written.
+
     Raises HarmonyError where the model in evaluation mode uses more than training hands from layer to layer.
     """
-    with evaluating(workload.model):
+    with evaluating(workload.model), apart(workload.model):
         found = decompose(workload, batch, patterns=patterns, check=check, cut_by=trained.cut_by)
     ours, theirs = ([layer.name for layer in cut.layers] for cut in (found, trained))
     if ours != theirs:

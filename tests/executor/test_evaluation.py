@@ -6,19 +6,22 @@ That their losses are the plain model's is in test_any_model.py and test_session
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.cli import main
 from executor.decompose import Decomposition, decompose
 from executor.decompose.evaluation import decompose_for_evaluation
 from executor.launch import run_schedule
+from executor.models import load_workload
 from executor.options import RunOptions
 from executor.workload import Batch, Workload, flat
 from planner.contract import store
@@ -171,6 +174,38 @@ def test_tensors_between_layers_keep_the_names_of_training() -> None:
     assert [layer.outputs for layer in found.layers[:-1]] == [layer.outputs for layer in trained.layers[:-1]]
     assert not any(layer.stochastic for layer in found.layers)
     assert any(layer.stochastic for layer in trained.layers)
+
+
+class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Which operations write to some storages."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watched = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.writes: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and value.untyped_storage().data_ptr() in self._watched:
+                self.writes.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_cut_for_evaluation_writes_to_nothing_that_other_ranks_use() -> None:
+    """Rank 0 checks its cut when others may train already; buffers are shared, and this model writes to them."""
+    workload = load_workload(f"{Path(__file__).parent}/networks.py:damped", seed=0)
+    batch = workload.draw(torch.Generator().manual_seed(0), 2)
+    trained = decompose(workload, batch)
+    watched = [*workload.model.parameters(), *workload.model.buffers()]
+    before = [(tensor.data_ptr(), tensor.detach().clone()) for tensor in watched]
+    with WriteRecorder(watched) as recorder:
+        decompose_for_evaluation(workload, batch, trained)
+    assert recorder.writes == []
+    with recorder, torch.no_grad():
+        workload.model(batch["x"])
+    assert recorder.writes, "the recorder sees what the model writes"
+    assert [tensor.data_ptr() for tensor in watched] == [pointer for pointer, _ in before]
 
 
 def test_a_parameter_that_only_evaluation_uses_is_named() -> None:
