@@ -75,7 +75,9 @@ def test_one_factor_brings_estimates_to_measured_times() -> None:
 
 
 def test_a_layer_that_depends_on_its_data_is_named() -> None:
-    with pytest.raises(HarmonyError, match=r"layer blocks.0: .* depends on the data, .*; profile the model on a device"):
+    with pytest.raises(
+        HarmonyError, match=r"layer blocks.0: .* depends on the data, .*; profile the model on a device"
+    ):
         count(SPECS["experts by data"], optimizer="adamw", settings=SETTINGS)
 
 
