@@ -88,6 +88,7 @@ demo-run:
 	$(PLANNER) verify $(FILES)
 	$(PLANNER) simulate $(FILES) -o $(PLACE)/planned.json
 	$(EXECUTOR) run $(PLACE)/schedule.json --data . --device virtual --steps $(DEMO_STEPS) --seed 0 -o $(PLACE)/measured.json
+	$(PLANNER) report $(PLACE)/schedule.json --profile $(DEMO)/profile.json --measured $(PLACE)/measured.json --tolerance $(DEMO_TOLERANCE) -o $(PLACE)/report.html
 	$(PLANNER) compare $(PLACE)/planned.json $(PLACE)/measured.json --tolerance $(DEMO_TOLERANCE) --picture $(PLACE)/timeline.png --schedule $(PLACE)/schedule.json
 
 # ---- benchmarks

@@ -1,4 +1,4 @@
-"""`harmony-planner`: plan, frontier, verify, simulate, show, compare, calibrate, what-if; they are in commands/.
+"""`harmony-planner`: plan, frontier, verify, simulate, show, compare, calibrate, what-if, report; they are in commands/.
 
 Results for people on stdout, progress on stderr. Exit status 0; 1 where a check that was asked for does not
 hold; 2 for bad input or an infeasible problem, with one line on stderr.
@@ -15,6 +15,7 @@ import typer
 from planner.commands.compare import calibrate_command, compare_command
 from planner.commands.options import complain
 from planner.commands.plan import frontier_command, plan_command
+from planner.commands.report import report_command
 from planner.commands.show import show_command, simulate_command, verify_command
 from planner.commands.what_if import what_if_command
 
@@ -37,6 +38,7 @@ app.command("show")(show_command)
 app.command("compare")(compare_command)
 app.command("calibrate")(calibrate_command)
 app.command("what-if")(what_if_command)
+app.command("report")(report_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

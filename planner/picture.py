@@ -14,52 +14,22 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from planner.contract.actions import STREAMS
 from planner.contract.trace import Span, Trace
 from planner.frontier import Point
+from planner.timeline import COLOURS, DARK, kind_of, one_iteration, used_streams, zero_of
 
-# Okabe and Ito's palette: told apart with any colour vision
-COLOURS = {
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "weights in": "#E69F00",
-    "batch, stash in": "#F0E442",
-    "gradients out": "#D55E00",
-    "stash out": "#CC79A7",
-    "to a peer": "#009E73",
-    "update": "#000000",
-}
-DARK = ("backward", "update", "gradients out", "to a peer")
 LABELLED_SHARE = 0.02
 """An action at least so wide, of the whole picture, carries its name."""
-
-
-def kind_of(action: str) -> str:
-    """The legend's word for an action's text; nothing for what takes no time (a free)."""
-    verb, colon, value = action.partition(":")
-    if not colon:
-        return {"F": "forward", "B": "backward"}.get(action[0], "update")
-    weights = value[0] in "WGK"
-    match verb:
-        case "in":
-            return "weights in" if weights else "batch, stash in"
-        case "out":
-            return "gradients out" if weights else "stash out"
-        case "send" | "recv" | "reduce":
-            return "to a peer"
-        case "update":
-            return "update"
-    return ""
 
 
 def timeline_png(planned: Trace, measured: Trace, limit_bytes: Sequence[int]) -> bytes:
     """The picture. limit_bytes: what a plan may use of each device; none where it is not known."""
     num_devices = len(planned.devices)
-    ours, theirs = _one_iteration(planned), _one_iteration(measured)
+    ours, theirs = one_iteration(planned), one_iteration(measured)
     start = min(0.0, *(span.start_seconds for span in ours + theirs))
     end = max(span.end_seconds for span in ours + theirs)
     has_memory = bool(planned.memory or measured.memory)
-    heights = [len(_streams(ours, d)) + len(_streams(theirs, d)) + 1.0 for d in range(num_devices)]
+    heights = [len(used_streams(ours, d)) + len(used_streams(theirs, d)) + 1.0 for d in range(num_devices)]
     rows = [h for height in heights for h in ([height, 3.5] if has_memory else [height])]
     figure = Figure(figsize=(14, 1.2 + 0.3 * sum(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -89,46 +59,13 @@ def _png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _iteration(trace: Trace) -> int:
-    """The recorded iteration whose compute takes most nearly the median time of all."""
-    extent: dict[int, tuple[float, float]] = {}
-    for span in trace.spans:
-        if span.stream == "compute":
-            first, last = extent.get(span.iteration, (span.start_seconds, span.end_seconds))
-            extent[span.iteration] = min(first, span.start_seconds), max(last, span.end_seconds)
-    typical = median(trace.iteration_seconds)
-    return min(extent, key=lambda k: (abs(extent[k][1] - extent[k][0] - typical), k), default=0)
-
-
-def _zero(trace: Trace) -> float:
-    """When the iteration that is drawn starts its first compute."""
-    chosen = _iteration(trace)
-    starts = [s.start_seconds for s in trace.spans if s.iteration == chosen and s.action[0] in "FB"]
-    return min(starts, default=0.0)
-
-
-def _one_iteration(trace: Trace) -> list[Span]:
-    """The spans of one iteration, times from the start of its first compute (a prefetch is before 0)."""
-    chosen, zero = _iteration(trace), _zero(trace)
-    return [
-        Span(s.action, s.device, s.stream, s.start_seconds - zero, s.end_seconds - zero)
-        for s in trace.spans
-        if s.iteration == chosen and kind_of(s.action)
-    ]
-
-
-def _streams(spans: Sequence[Span], device: int) -> list[str]:
-    used = {span.stream for span in spans if span.device == device}
-    return [stream for stream in STREAMS if stream in used]
-
-
 def _draw_streams(
     axes: Axes, device: int, ours: Sequence[Span], theirs: Sequence[Span], width: float
 ) -> None:
     """One row a stream, planned rows above measured ones."""
     labels: list[str] = []
     for spans, origin in ((ours, "planned"), (theirs, "measured")):
-        for stream in _streams(spans, device):
+        for stream in used_streams(spans, device):
             row = len(labels)
             labels.append(f"{stream} {origin}")
             by_kind: dict[str, list[tuple[float, float]]] = {}
@@ -164,7 +101,7 @@ def _draw_memory(axes: Axes, device: int, planned: Trace, measured: Trace, limit
     """Bytes over time; the peak that the plan promises for any timing, and the limit, as lines across."""
     scale = 2**20
     for trace, colour, style in ((planned, "#0072B2", "--"), (measured, "#D55E00", "-")):
-        zero = _zero(trace)
+        zero = zero_of(trace)
         samples = [s for s in trace.memory if s.device == device]
         if samples:
             seconds = [s.seconds - zero for s in samples]

@@ -55,7 +55,7 @@ def plan_result(result: Result) -> RenderableType:
     if result.others:
         parts.append(_others(result.schedule, result.others))
     seconds = format_seconds(result.search_seconds)
-    parts.append(Text(f"{_count(result.num_candidates, 'configuration')} simulated in {seconds}"))
+    parts.append(Text(f"{counted(result.num_candidates, 'configuration')} simulated in {seconds}"))
     return _spaced(*parts)
 
 
@@ -163,15 +163,15 @@ def _others(best: Schedule, others: Sequence[Schedule]) -> Table:
         table.add_row(
             format_seconds(seconds),
             f"{seconds / best.predicted.iteration_seconds - 1:.1%}",
-            f"{configuration.mode}, {_count(len(replica_samples(configuration)), 'replica')}",
-            _phase(configuration.forward_packs, configuration.microbatches.forward),
-            _phase(configuration.backward_packs, configuration.microbatches.backward),
-            _activations(configuration),
+            f"{configuration.mode}, {counted(len(replica_samples(configuration)), 'replica')}",
+            phase_in_words(configuration.forward_packs, configuration.microbatches.forward),
+            phase_in_words(configuration.backward_packs, configuration.microbatches.backward),
+            activations_in_words(configuration),
         )
     return table
 
 
-def _activations(configuration: Configuration) -> str:
+def activations_in_words(configuration: Configuration) -> str:
     """How many of the backward packs' microbatches recompute, keep or offload."""
     chosen = [
         choice for pack in configuration.backward_packs[:-1] for choice in pack.activations or ("recompute",)
@@ -248,12 +248,12 @@ def _summary(schedule: Schedule, more: Iterable[tuple[str, str]]) -> Table:
         ("lower bound", f"{format_seconds(bound)}, gap {gap(seconds, bound):.1%}"),
         (
             "mode",
-            f"{configuration.mode}, {_count(configuration.num_devices, 'device')}, {_count(replicas, 'replica')}",
+            f"{configuration.mode}, {counted(configuration.num_devices, 'device')}, {counted(replicas, 'replica')}",
         ),
-        ("minibatch", _count(configuration.minibatch, "sample")),
-        ("forward", _phase(configuration.forward_packs, configuration.microbatches.forward)),
-        ("backward", _phase(configuration.backward_packs, configuration.microbatches.backward)),
-        ("activations", _activations(configuration)),
+        ("minibatch", counted(configuration.minibatch, "sample")),
+        ("forward", phase_in_words(configuration.forward_packs, configuration.microbatches.forward)),
+        ("backward", phase_in_words(configuration.backward_packs, configuration.microbatches.backward)),
+        ("activations", activations_in_words(configuration)),
         *_clipping(configuration),
         ("host memory", format_bytes(predicted.host_bytes)),
         *more,
@@ -271,13 +271,15 @@ def _clipping(configuration: Configuration) -> list[tuple[str, str]]:
     return [("all gradients", f"updates wait for the norm over all gradients, which takes {seconds}")]
 
 
-def _phase(packs: Sequence[ForwardPack | BackwardPack], microbatches: tuple[Samples, ...]) -> str:
+def phase_in_words(packs: Sequence[ForwardPack | BackwardPack], microbatches: tuple[Samples, ...]) -> str:
+    """`12 packs, 4 microbatches of 2`."""
     sizes = sorted({end - first for first, end in microbatches}, reverse=True)
-    counts = f"{_count(len(packs), 'pack')}, {_count(len(microbatches), 'microbatch', 'es')}"
+    counts = f"{counted(len(packs), 'pack')}, {counted(len(microbatches), 'microbatch', 'es')}"
     return f"{counts} of {' or '.join(map(str, sizes))}"
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """`1 pack`, `2 packs`."""
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
@@ -293,7 +295,7 @@ def _devices(schedule: Schedule) -> Table:
 def _packs(configuration: Configuration) -> Iterator[Table]:
     table = _table("forward pack", "layers", "device", "weights", "seconds")
     for p, pack in enumerate(configuration.forward_packs):
-        table.add_row(f"F{p}", *_pack_cells(pack))
+        table.add_row(f"F{p}", *pack_cells(pack))
     if configuration.forward_packs:
         yield table
     table = _table("backward pack", "layers", "device", "weights", "seconds", "update", "activations")
@@ -302,11 +304,12 @@ def _packs(configuration: Configuration) -> Iterator[Table]:
         if backward.update_seconds:
             update += f" {format_seconds(backward.update_seconds)}"
         activations = " ".join(f"{len(list(run))}x{name}" for name, run in groupby(backward.activations))
-        table.add_row(f"B{b}", *_pack_cells(backward), update, activations or "recompute")
+        table.add_row(f"B{b}", *pack_cells(backward), update, activations or "recompute")
     yield table
 
 
-def _pack_cells(pack: ForwardPack | BackwardPack) -> tuple[str, str, str, str]:
+def pack_cells(pack: ForwardPack | BackwardPack) -> tuple[str, str, str, str]:
+    """A pack's layers, device, weights, and seconds."""
     seconds = format_seconds(sum(pack.seconds)) if pack.seconds else "-"
     return f"{pack.first}-{pack.last}", f"gpu{pack.device}", pack.weights, seconds
 

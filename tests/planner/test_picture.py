@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from planner.contract.actions import STREAMS
-from planner.picture import COLOURS, kind_of, timeline_png
+from planner.picture import timeline_png
 from planner.simulate import simulate
+from planner.timeline import COLOURS, kind_of
 from tests.planner.tiny import ONE, ONE_PROGRAM, PROFILE, TWO, TWO_PROGRAM, hardware, measured, schedule_of
 
 PLANNED = simulate(schedule_of(TWO_PROGRAM, TWO), PROFILE, hardware(2))
