@@ -18,7 +18,7 @@ from planner.contract.counts import Counts
 from planner.contract.errors import FormatError
 from planner.contract.gpus import server
 from planner.contract.hardware import Hardware
-from planner.contract.output import STANDARD
+from planner.contract.output import STANDARD, check_outputs, write_whole
 from planner.contract.profile import Profile
 from planner.contract.roofline import HOW_SURE, estimate
 from planner.contract.schedule import Schedule
@@ -68,10 +68,14 @@ def what_if_command(
         ),
     ] = None,
     output: Output = None,
+    page: Annotated[
+        str | None, typer.Option("--report", metavar="HTML", help="The plan for --gpus as a page.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Can that server train this model, how fast, and what limits it? Without a GPU, a profile or PyTorch."""
     check_output(output, as_json)
+    check_outputs(output, page)
     counts = find_counts(model, dtype)
     names = [gpus, *(part.strip() for part in compare.split(",") if part.strip())]
     limit = None if memory is None else parse_bytes(memory)
@@ -97,10 +101,17 @@ def what_if_command(
             if result.schedule is not None:
                 details.append(render.plan_result(result))
     first = answers[0]
-    if output is not None:
-        if first.schedule is None:
-            raise FormatError(f"-o {output}: {gpus} cannot train it: {first.reason}")
+    for option, path in (("-o", output), ("--report", page)):
+        if path is not None and first.schedule is None:
+            raise FormatError(f"{option} {path}: {gpus} cannot train it: {first.reason}")
+    if first.schedule is not None and output is not None:
         store.save(first.schedule, output)
+    if first.schedule is not None and page is not None:
+        from planner.report import make_report
+
+        profile = estimate(counts, gpus.partition("x")[2], servers[0][1])
+        remark = f"{model} on {gpus}, {_how_sure(servers[0][0])}."
+        write_whole(page, make_report(first.schedule, profile, remark=remark).encode())
     if as_json:
         print_json([_json(answer) for answer in answers])
         return

@@ -35,9 +35,11 @@ def make_report(
     measured: Trace | None = None,
     tolerance: float = TOLERANCE,
     frontier: Sequence[Point] = (),
+    remark: str = "",
 ) -> str:
     """The page. profile: adds planned times and the critical path; measured: adds what a run took, and whether the plan
-    holds; frontier: adds plans for other memories.
+    holds; frontier: adds plans for other memories. remark: what to know
+    of the figures.
 
     Raises FormatError where one belongs to another schedule, VerifyError and InfeasibleError where the schedule breaks a
     rule of its profile or does not fit its hardware.
@@ -58,6 +60,7 @@ def make_report(
         schedule=schedule,
         hash=schedule_hash(schedule),
         headline=facts.headline(schedule),
+        remark=remark,
         limits="" if found is None else found.limits,
         choices=facts.choices(schedule),
         memories=facts.memories(schedule),

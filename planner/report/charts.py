@@ -21,6 +21,8 @@ ROW = 18
 MEMORY_HEIGHT = 90
 MAX_BARS = 6000
 """Over all rows of a picture."""
+SEAM = 0.3
+"""Pixels between a bar and the next."""
 THINNEST = 0.7
 """Pixels of an action, however short: less could not be seen."""
 LABELLED_WIDTH = 34
@@ -119,7 +121,7 @@ def _bars(spans: Iterable[Span], scale: Scale, y: float, thinnest: float) -> lis
         moved = f", {format_bytes(span.nbytes)}" if span.nbytes else ""
         tip = f"{span.action}: {kind}, {seconds}{moved}, from {span.start_seconds:.4g} s"
         found.append(
-            f'<rect class="{CLASSES[kind]}" x="{x:.1f}" y="{y + 1:g}" width="{width:.1f}" height="{ROW - 3}">'
+            f'<rect class="{CLASSES[kind]}" x="{x:.1f}" y="{y + 1:g}" width="{width - SEAM:.1f}" height="{ROW - 3}">'
             f"<title>{escape(tip)}</title></rect>"
         )
         if width >= LABELLED_WIDTH:

@@ -23,6 +23,26 @@ def test_a_server_that_can_says_how_fast_and_what_limits_it(
     assert store.load_schedule(path).configuration.num_devices <= 2
 
 
+def test_the_answer_is_a_page_too_which_says_that_it_is_an_estimate(tmp_path: Path) -> None:
+    page = tmp_path / "answer.html"
+    assert (
+        main(["what-if", "--model", MODEL, "--gpus", "2x3060", "--minibatch", "8", "--report", str(page)])
+        == 0
+    )
+    text = page.read_text()
+    assert f"{MODEL} on 2x3060, estimated by published figures" in text
+    assert "tokens a second" in text
+    assert text.count("<h3>gpu") == 2
+
+
+def test_a_server_that_cannot_gets_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "answer.html"
+    small = ["--memory", "1GiB", "--host-memory", "1GiB", "--report", str(page)]
+    assert main(["what-if", "--model", MODEL, "--gpus", "1x3060", "--minibatch", "8", *small]) == 2
+    assert f"--report {page}: 1x3060 cannot train it: " in capsys.readouterr().err
+    assert not page.exists()
+
+
 def test_servers_are_compared_and_one_that_cannot_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["what-if", "--model", MODEL, "--gpus", "1x4090", "--minibatch", "8"]
     assert main([*arguments, "--compare", "1x3060,1x1080ti", "--json"]) == 0
