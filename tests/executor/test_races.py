@@ -415,8 +415,8 @@ def gradients_are_summed_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> N
 
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     a_wait_is_missing: r"does not wait for aten::copy_ on gpu\d/h2d, which writes it",
-    a_slot_is_taken_while_it_is_in_use: r"writes a slot of \d+ bytes and does not wait for",
-    a_slot_is_given_back_behind_another_stream: r"writes a slot of \d+ bytes and does not wait for",
+    a_slot_is_taken_while_it_is_in_use: r"(writes|uses) a slot of \d+ bytes and does not wait for",
+    a_slot_is_given_back_behind_another_stream: r"(writes|uses) a slot of \d+ bytes and does not wait for",
     events_are_swapped: r"does not wait for aten::copy_ on gpu\d/h2d, which writes it",
     weights_come_in_on_another_stream: r"does not wait for aten::copy_ on gpu\d/recv, which writes it",
     the_allocator_is_not_told: r"is given back while aten::copy_ on gpu\d/d2h may still use it",
