@@ -57,7 +57,7 @@ def run_forward(rank: Rank, action: Forward, iteration: int) -> bool:
         kept = {key for keys in handed.values() for key in keys}
         with graph.saved.hooks() if graph is not None else torch.no_grad():
             for layer in range(pack.first, pack.last + 1):
-                seed_layer(rank.options.seed, step, layer, first)
+                seed_layer(rank.options.seed, step, layer, rank.first_sample + first)
                 own = _states(rank, weights, layer, iteration, action.microbatch, is_saved=graph is not None)
                 run_layer(rank, rank.decomposition, layer, weights, environment, end - first, own)
                 for name, changed in own.items():
@@ -194,7 +194,7 @@ def _recompute(
     is_fused = action.pack == rank.rules.fused
     step = rank.options.done + rank.iterations.step(iteration)
     for layer in range(pack.first, pack.last + 1):
-        seed_layer(rank.options.seed, step, layer, first)
+        seed_layer(rank.options.seed, step, layer, rank.first_sample + first)
         # statistics are updated once: by the forward, which for the fused pack is this one
         own = {} if is_fused else own_buffers(rank, weights, layer)
         if own and rank.decomposition.layers[layer].states:

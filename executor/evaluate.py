@@ -48,7 +48,7 @@ def evaluate_pack(rank: Rank, action: Action, iteration: int) -> bool:
             stack.enter_context(evaluating(rank.workload.model))
         for layer in range(pack.first, pack.last + 1):
             # a model may draw in evaluation, too
-            seed_layer(rank.options.seed, rank.options.done + step, layer, first)
+            seed_layer(rank.options.seed, rank.options.done + step, layer, rank.first_sample + first)
             out = run_layer(rank, cut, layer, held, environment, end - first, own_buffers(rank, held, layer))
             if layer == len(cut.layers) - 1:
                 rank.store.losses[iteration % 2][action.microbatch].copy_(out[0], non_blocking=True)

@@ -8,7 +8,7 @@ backward are in compute.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,7 +198,9 @@ def run_reduce(rank: Rank, action: Reduce, iteration: int) -> bool:
     value, rules = action.value, rank.rules
     owner = rules.backward_device(value.pack, rules.owner(value.pack))
     with rank.device.on("reduce"):
-        for run in _gradient_runs(rank, value):
+        flat = rank.memory[value].flat
+        assert flat is not None
+        for run in _gradient_runs(rank, value.pack, flat):
             if rank.rank == owner:
                 devices = [rules.backward_device(value.pack, r) for r in range(len(rules.replicas))]
                 rank.peers.add_shares(run, rank.device, owner, devices)
@@ -207,10 +209,9 @@ def run_reduce(rank: Rank, action: Reduce, iteration: int) -> bool:
     return False
 
 
-def _gradient_runs(rank: Rank, value: Value) -> list[Tensor]:
-    """The bytes of a pack's gradients as flat tensors, one for each stretch of one type."""
-    pack, flat = rank.rules.backward_packs[value.pack], rank.memory[value].flat
-    assert flat is not None
+def _gradient_runs(rank: Rank, number: int, flat: Tensor) -> list[Tensor]:
+    """The bytes of a backward pack's gradients as flat tensors, one for each stretch of one type."""
+    pack = rank.rules.backward_packs[number]
     starts: list[tuple[int, torch.dtype]] = []
     layer_start = 0
     for layer in range(pack.first, pack.last + 1):
@@ -220,7 +221,12 @@ def _gradient_runs(rank: Rank, value: Value) -> list[Tensor]:
         layer_start += rank.places[layer].gradient_bytes
     ends = [start for start, _ in starts[1:]] + [flat.nbytes]
     return [
-        over_storage(flat.untyped_storage(), start, ((end - start) // dtype.itemsize,), dtype)
+        over_storage(
+            flat.untyped_storage(),
+            int(flat.storage_offset()) + start,
+            ((end - start) // dtype.itemsize,),
+            dtype,
+        )
         for (start, dtype), end in zip(starts, ends, strict=True)
     ]
 
@@ -235,6 +241,8 @@ def run_update(rank: Rank, action: Update, iteration: int) -> bool:
         rank.iterations.wait_until_saved(pack.first, iteration)
         scale = rank.store.agreed[1] if rank.rules.configuration.agree else None
         layers = range(pack.first, pack.last + 1)
+        if not rank.rules.configuration.agree:
+            _add_over_servers(rank, [action.pack])
         if rank.options.is_scaled and rank.store.scaling[2]:
             # some gradient overflowed: nothing is stepped
             rank.optimizer.pass_over(layers)
@@ -247,6 +255,7 @@ def run_agree(rank: Rank, action: Agree, iteration: int) -> bool:
     """The norm over all gradients, summed in the model's order, and what updates multiply them by."""
     started = time.perf_counter()
     store, options = rank.store, rank.options
+    _add_over_servers(rank, range(len(rank.rules.backward_packs)))
     norm, coefficient = rank.optimizer.norm(rank.decomposition.parameters), torch.ones(())
     if options.is_scaled:
         # a checkpoint of the iteration before has its scale
@@ -257,6 +266,16 @@ def run_agree(rank: Rank, action: Agree, iteration: int) -> bool:
         coefficient = coefficient * clip_coefficient(norm, options.clip_norm)
     store.agreed[0], store.agreed[1] = norm, coefficient
     return rank.device.pace(started, rank.rules.configuration.agree_seconds)
+
+
+def _add_over_servers(rank: Rank, packs: Iterable[int]) -> None:
+    """Make the gradients of backward packs, which are in host memory, the sum over all servers."""
+    for number in packs if rank.servers.num_servers > 1 else ():
+        pack = rank.rules.backward_packs[number]
+        if rank.rules.is_trained(number):
+            flat = rank.store.gradient_range(pack.first, pack.last)
+            touched = rank.store.touched[pack.first : pack.last + 1]
+            rank.servers.add_gradients(_gradient_runs(rank, number, flat), touched)
 
 
 def run_free(rank: Rank, action: Free, iteration: int) -> bool:

@@ -97,7 +97,7 @@ class Iterations:
         minibatch = rank.rules.configuration.minibatch
         for name in store.layout.batch[0]:
             store.batch(iteration, name, 0, minibatch).copy_(batch[name])
-        shares = rank.workload.shares(batch, rank.rules.backward_samples)
+        shares = rank.workload.shares(batch, rank.rules.backward_samples, rank.servers.sum)
         store.shares[half] = torch.tensor(shares, dtype=torch.float64)
         store.steps[half], store.evaluations[half] = self._num_steps, int(is_evaluation)
         store.num_batches = iteration + 1
@@ -114,7 +114,7 @@ class Iterations:
     ) -> None:
         """Draw and feed the batches of a whole run, and report what is over. held_out: what evaluations draw from."""
         rank, options = self._rank, self._rank.options
-        minibatch, plan = rank.rules.configuration.minibatch, sequence(options)
+        configuration, plan = rank.rules.configuration, sequence(options)
         last, step = time.perf_counter(), options.done
         found: list[tuple[float, float]] = []
         for k in range(len(plan) + 2):
@@ -122,7 +122,7 @@ class Iterations:
             if ended >= 0:
                 rank.poll(lambda ended=ended: rank.is_over(ended))  # type: ignore[misc]
                 now = time.perf_counter()
-                loss, seconds, last = self.loss(ended), now - last, now
+                loss, seconds, last = rank.servers.sum(self.loss(ended)), now - last, now
                 if plan[ended] == TRAINING:
                     step += 1
                     if on_iteration is not None:
@@ -140,12 +140,13 @@ class Iterations:
                     source, number, stream = held_out or rank.workload, plan[k], EVALUATION_STREAM
                 else:
                     source, number, stream = rank.workload, options.done + self._num_steps, BATCH_STREAM
-                batch = draw_batch(source, options.seed, number, minibatch, stream)
-                self.feed(k, batch, is_evaluation=is_evaluation)
+                batch = draw_batch(source, options.seed, number, configuration.samples, stream)
+                own = source.samples(batch, rank.first_sample, rank.first_sample + configuration.minibatch)
+                self.feed(k, own, is_evaluation=is_evaluation)
         self._to_save.put(None)
 
     def loss(self, iteration: int) -> float:
-        """The minibatch's loss of one of the last two iterations."""
+        """The minibatch's loss of one of the last two iterations; of several servers, this one's part of it."""
         half = iteration % 2
         return minibatch_loss(self._store.losses[half].tolist(), self._store.shares[half].tolist())
 
@@ -176,7 +177,8 @@ class Iterations:
             self._rank.poll(lambda: self._store.num_saved >= self._saved(steps, layer))
 
     def _is_due(self, steps: int) -> bool:
-        checkpoints = self._rank.options.checkpoints
+        # the first server saves
+        checkpoints = None if self._rank.servers.server else self._rank.options.checkpoints
         return checkpoints is not None and steps > 0 and checkpoints.is_due(self._rank.options.done + steps)
 
     def _saved(self, steps: int, layer: int) -> int:

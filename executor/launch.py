@@ -7,7 +7,7 @@
 
 Ranks are fresh interpreters with torchrun's environment. They end with their parent, however it ends, and
 the store is memory without a name, so nothing is left behind. Under torchrun (RANK is set) this process is
-that rank, and torchrun is the parent.
+that rank, and torchrun is the parent. Several servers are started by torchrun on each of them.
 """
 
 from __future__ import annotations
@@ -141,7 +141,12 @@ def _note_nothing(*news: object) -> None:
 
 
 def _run_locally(job: Job, progress: Progress, evaluated: Evaluated) -> Trace:
-    num_devices = job.schedule.configuration.num_devices
+    num_devices, num_servers = job.schedule.configuration.num_devices, job.schedule.configuration.num_servers
+    if num_servers > 1:
+        raise HarmonyError(
+            f"the schedule is for {num_servers} servers; start it on each, with torchrun --nnodes {num_servers} "
+            f"--nproc-per-node {num_devices} --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m executor run ..."
+        )
     # port 0: the system picks a free one, and nobody can take it in between
     rendezvous = dist.TCPStore(  # type: ignore[attr-defined]
         LOOPBACK, 0, None, True, PATIENCE, wait_for_workers=False
@@ -266,12 +271,9 @@ def _die_with(parent_pid: int) -> None:
 
 
 def _run_as_rank(job: Job, progress: Progress, evaluated: Evaluated) -> Trace:
-    """This process is a rank of torchrun's. Every rank returns the trace."""
-    num_devices, world = job.schedule.configuration.num_devices, int(os.environ.get("WORLD_SIZE", "1"))
-    if world != num_devices:
-        raise HarmonyError(
-            f"the schedule uses {num_devices} devices, torchrun started {world} ranks; use --nproc-per-node {num_devices}"
-        )
+    """This process is a rank of torchrun's. Every rank returns the trace, which is the first server's."""
+    check_world(job.schedule)
+    _die_with(os.getppid())
     dist.init_process_group("gloo", timeout=PATIENCE)
     box = [_run_rank(job, int(os.environ["RANK"]), progress, evaluated)]
     dist.broadcast_object_list(box, src=0)
@@ -280,21 +282,35 @@ def _run_as_rank(job: Job, progress: Progress, evaluated: Evaluated) -> Trace:
     return box[0]
 
 
+def check_world(schedule: Schedule) -> None:
+    """Raise HarmonyError where there are not as many processes as the schedule has devices."""
+    devices, servers = schedule.configuration.num_devices, schedule.configuration.num_servers
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world == devices * servers:
+        return
+    on, nodes = ("", "") if servers == 1 else (f" on each of {servers} servers", f"--nnodes {servers} ")
+    raise HarmonyError(
+        f"the schedule uses {devices} devices{on}, there are {world} processes; "
+        f"use torchrun {nodes}--nproc-per-node {devices}"
+    )
+
+
 def _run_rank(job: Job, rank: int, on_iteration: Progress, on_evaluation: Evaluated) -> Trace | None:
     """Load, run, and on rank 0 merge."""
     options, schedule = job.options, job.schedule
     if options.device == "virtual":
         torch.set_num_threads(1)
-    # the weights are loaded once, and the cut is checked once
-    has_weights = rank == 0 and options.weights is None and job.resumed is None
+    device = rank % schedule.configuration.num_devices
+    # a server's weights are loaded once, and the cut is checked once
+    has_weights = device == 0 and options.weights is None and job.resumed is None
     loaded = load(options, check=True) if has_weights else load_structure(options)
     ready = prepare(schedule, options, *loaded, resumed=job.resumed)
     held_out = None
     if options.evaluate_every:
         ready.rank.evaluation = cut_for_evaluation(
-            ready.workload, ready.decomposition, options, check=rank == 0
+            ready.workload, ready.decomposition, options, check=device == 0
         )
-        held_out = load_held_out(options) if rank == 0 else None
+        held_out = load_held_out(options) if device == 0 else None
     losses: list[float] = []
 
     def note(iteration: int, loss: float, seconds: float) -> None:
@@ -303,16 +319,15 @@ def _run_rank(job: Job, rank: int, on_iteration: Progress, on_evaluation: Evalua
 
     save = ready.save if ready.writer is not None else None
     record = ready.rank.run(note, save, on_evaluation, held_out)
-    records: list[RankRecord | None] = [None] * dist.get_world_size()
-    dist.gather_object(record, records if rank == 0 else None)
-    if rank != 0:
+    records: list[RankRecord] | None = ready.servers.to_first(record)
+    if rank != 0 or records is None:
         return None
     if ready.writer is not None:
         ready.save(options.done + options.steps)
     if job.weights_out is not None:
         save_weights(ready.store, ready.decomposition, ready.state, job.weights_out)
     return merge(
-        [r for r in records if r is not None],
+        records,
         schedule,
         ready.graph,
         options,

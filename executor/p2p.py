@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from executor.servers import Servers
 from executor.streams import CHUNK, Device
 
 Pair = tuple[int, int]
@@ -25,29 +26,32 @@ class Peers:
     sends: (source, target) devices. reductions: devices, in any order.
     """
 
-    def __init__(self, sends: Iterable[Pair], reductions: Iterable[Pair], backend: str) -> None:
-        self._sends = {pair: dist.new_group(list(pair), backend=backend) for pair in sorted(set(sends))}
+    def __init__(
+        self, sends: Iterable[Pair], reductions: Iterable[Pair], backend: str, servers: Servers
+    ) -> None:
+        self._servers = servers
+        self._sends = {pair: servers.group(pair, backend) for pair in sorted(set(sends))}
         pairs = {(min(pair), max(pair)) for pair in reductions}
-        self._reductions = {pair: dist.new_group(list(pair), backend=backend) for pair in sorted(pairs)}
+        self._reductions = {pair: servers.group(pair, backend) for pair in sorted(pairs)}
 
     def send(self, tensor: Tensor, device: Device, source: int, target: int) -> None:
         """Send a tensor's bytes, each chunk when the link would have delivered it."""
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         for start, end in device.hop(len(flat), target):
-            dist.send(flat[start:end], dst=target, group=self._sends[source, target])
+            dist.send(flat[start:end], dst=self._servers.rank_of(target), group=self._sends[source, target])
 
     def receive(self, tensor: Tensor, device: Device, source: int, target: int) -> None:
         """Fill a tensor with what the other side sends."""
         flat = tensor.reshape(-1).view(torch.uint8)
         for start, end in device.pieces(len(flat)):
-            dist.recv(flat[start:end], src=source, group=self._sends[source, target])
+            dist.recv(flat[start:end], src=self._servers.rank_of(source), group=self._sends[source, target])
 
     def send_share(self, share: Tensor, device: Device, source: int, owner: int) -> None:
         """Send a replica's share of a sum, a flat tensor, to the device that adds."""
         flat = share.view(torch.uint8)
         group = self._reductions[min(source, owner), max(source, owner)]
         for start, end in _chunks(device.hop(len(flat), owner)):
-            dist.send(flat[start:end], dst=owner, group=group)
+            dist.send(flat[start:end], dst=self._servers.rank_of(owner), group=group)
 
     def add_shares(self, own: Tensor, device: Device, owner: int, sources: Sequence[int]) -> None:
         """Make the owner's share, a flat tensor, the sum of all: those of `sources`, itself among them, in their order.
@@ -65,7 +69,7 @@ class Peers:
                 if source != owner:
                     received = room[0 if total is None else 1, : end - start]
                     group = self._reductions[min(source, owner), max(source, owner)]
-                    dist.recv(received, src=source, group=group)
+                    dist.recv(received, src=self._servers.rank_of(source), group=group)
                     share = received.view(own.dtype)
                 total = share if total is None else total.add_(share)
             if total is not None and total is not part:

@@ -1,6 +1,6 @@
 """From a schedule and a loaded model to a rank that is ready to run: checked, its store filled, perhaps resumed.
 
-Every rank of the process group calls `prepare` at the same time; rank 0 makes the store and fills it.
+Every rank of the process group calls `prepare` at the same time; the first of each server makes the store and fills it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from executor.host import HostStore, create_memory, plan_store
 from executor.load import check_model
 from executor.options import RunOptions
 from executor.replay import Rank
+from executor.servers import Servers
 from executor.structure import LayerPlaces, layer_places
 from executor.text import fingerprint
 from executor.weights import ModelState, attach, fill, fill_from, model_state, open_weights
@@ -30,12 +31,13 @@ from planner.contract.precedence import Graph
 from planner.contract.profile import Profile
 from planner.contract.rules import Rules
 from planner.contract.schedule import Schedule, parse_program
+from planner.contract.store import schedule_hash
 from planner.contract.verify import check_microbatches, check_program
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A rank that is ready, and what belongs to its run. writer: on rank 0, where the run saves checkpoints."""
+    """A rank that is ready, and what belongs to its run. writer: on rank 0 of all servers, where the run saves checkpoints."""
 
     workload: Workload
     decomposition: Decomposition
@@ -43,6 +45,7 @@ class Prepared:
     store: HostStore
     state: ModelState
     rank: Rank
+    servers: Servers
     progress: Progress
     writer: Writer | None
 
@@ -69,12 +72,16 @@ def prepare(
     graph = Graph(parse_program(schedule.programs.train), rules)
     check_program(graph)
     _check_residents(rules, options)
-    rank = dist.get_rank()
+    servers = Servers(schedule.configuration.num_servers, schedule.configuration.num_devices)
+    servers.check_alike(
+        {"the schedule": schedule_hash(schedule), "--seed": options.seed, "iterations done": options.done}
+    )
+    rank = dist.get_rank() - servers.rank_of(0)
     places = layer_places(decomposition, options.recipe)
-    store = _share_store(rank, rules, decomposition, len(graph.actions), places)
+    store = _share_store(servers, rank, rules, decomposition, len(graph.actions), places)
     progress = Progress(
         options.done,
-        schedule.configuration.minibatch,
+        schedule.configuration.samples,
         options.seed,
         options.optimizer.lower(),
         options.settings | ({} if options.clip_norm is None else {"clip_norm": options.clip_norm}),
@@ -95,12 +102,12 @@ def prepare(
             if saved.scaling is not None:
                 store.scaling.copy_(torch.tensor(saved.scaling))
     writer = None
-    if rank == 0 and options.checkpoints is not None:
+    if rank == servers.server == 0 and options.checkpoints is not None:
         writer = Writer(options.checkpoints, store, decomposition, places, state)
-    dist.barrier()
-    runner = Rank(rank, graph, schedule.hardware, workload, decomposition, places, store, options)
-    dist.barrier()
-    return Prepared(workload, decomposition, graph, store, state, runner, progress, writer)
+    servers.meet()
+    runner = Rank(rank, graph, schedule.hardware, workload, decomposition, places, store, options, servers)
+    servers.meet()
+    return Prepared(workload, decomposition, graph, store, state, runner, servers, progress, writer)
 
 
 def check_checkpoints(options: RunOptions, resume: bool) -> None:
@@ -142,20 +149,25 @@ def _check_residents(rules: Rules, options: RunOptions) -> None:
 
 
 def _share_store(
-    rank: int, rules: Rules, decomposition: Decomposition, num_nodes: int, places: Sequence[LayerPlaces]
+    servers: Servers,
+    rank: int,
+    rules: Rules,
+    decomposition: Decomposition,
+    num_nodes: int,
+    places: Sequence[LayerPlaces],
 ) -> HostStore:
     layout = plan_store(rules, decomposition, num_nodes)
-    box: list[Any] = [None]
+    made: Any = None
     if rank == 0:
         try:
             descriptor = create_memory(layout.total)
-            box = [(os.getpid(), descriptor)]
+            made = os.getpid(), descriptor
         except HarmonyError as error:
-            box = [error]
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], HarmonyError):
-        raise box[0]
-    process, theirs = box[0]
+            made = error
+    made = servers.from_first(made)
+    if isinstance(made, HarmonyError):
+        raise made
+    process, theirs = made
     if rank != 0:
         descriptor = os.open(f"/proc/{process}/fd/{theirs}", os.O_RDWR)
     return HostStore(descriptor, layout, rules, decomposition, places)

@@ -80,7 +80,7 @@ def merge(
         memory=tuple(sorted(memory, key=lambda s: s.seconds)),
         losses=tuple(losses),
         evaluations=tuple(evaluations),
-        samples_per_iteration=schedule.configuration.minibatch,
+        samples_per_iteration=schedule.configuration.samples,
         notes=_notes(options, losses)
         | {
             "paced": str(options.paced and options.device == "virtual").lower(),

@@ -32,6 +32,7 @@ from executor.options import RunOptions
 from executor.p2p import Peers
 from executor.recorder import SPAN_ITERATIONS, RankRecord, Recorder, Span
 from executor.resident import Residents
+from executor.servers import Servers
 from executor.streams import Device, Event, make_device
 from executor.structure import LayerPlaces
 from executor.workload import Workload
@@ -68,8 +69,12 @@ class Rank:
         places: Sequence[LayerPlaces],
         store: HostStore,
         options: RunOptions,
+        servers: Servers | None = None,
     ) -> None:
         self.rank = rank
+        self.servers = servers or Servers()
+        self.first_sample = self.servers.server * graph.rules.configuration.minibatch
+        """Of this server's, among all of an iteration."""
         self.graph = graph
         self.rules = graph.rules
         self.workload = workload
@@ -106,7 +111,7 @@ class Rank:
             sources = (self.rules.place(graph.actions[other])[0] for other in others)
             pairs[type(graph.actions[node])] |= {(source, target) for source in sources}
         backend = "nccl" if options.device == "cuda" else "gloo"
-        self.peers = Peers(pairs[Receive], pairs[Reduce], backend)
+        self.peers = Peers(pairs[Receive], pairs[Reduce], backend, self.servers)
         layers = range(len(decomposition.layers))
         self.optimizer = LayerOptimizer(
             options.recipe,
@@ -329,7 +334,7 @@ class Rank:
             if isinstance(action, Backward) and action.pack == self.rules.fused
         ]
         self.poll(lambda: all(self.store.done[node] > iteration for node in fused))
-        return self.iterations.loss(iteration)
+        return self.servers.sum(self.iterations.loss(iteration))
 
     def wait_for_norm(self, iteration: int) -> float | None:
         """The norm over all gradients of an iteration that has begun; None where no action finds it."""

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from executor.checkpoint import Checkpoints
 from executor.hollow import give_memory, is_hollow
-from executor.launch import PATIENCE
+from executor.launch import PATIENCE, check_world
 from executor.load import as_planned, check_clipping, check_optimizer, cut, cut_for_evaluation
 from executor.machine import check_machine
 from executor.models import DTYPES
@@ -132,8 +132,8 @@ class Session:
         options, resumed = resumed_options(options) if resume else (options, None)
         # steps that an earlier run has done do not end this one
         self._options = replace(options, steps=ENDLESS)
-        self._owns_group = _join_group(plan.configuration.num_devices)
-        self._rank = dist.get_rank()
+        self._owns_group = _join_group(plan)
+        self._rank = dist.get_rank() % plan.configuration.num_devices
         try:
             self._open(loss, count, resumed)
         except BaseException:
@@ -180,17 +180,27 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is rank 0, the one whose batches count and which may print."""
+        """Whether this process is the first of its server, the one whose batches count."""
         return self._rank == 0
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the first of all servers, the one that may print."""
+        return dist.get_rank() == 0
+
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches on rank 0, None as often on the others; their loaders are not touched."""
+        """The loader's batches on the first rank of each server, None as often on the others; their loaders are not touched.
+
+        It ends with the shortest loader of all servers.
+        """
         batches = iter(loader) if self.is_first else iter(())
         store = self._ready.store
         while True:
             batch = next(batches, _NOTHING)
             if self.is_first:
-                store.has_batch = batch is not _NOTHING
+                # no server goes on where another has no batch left
+                have = self._ready.servers.sum(float(batch is not _NOTHING))
+                store.has_batch = have == self._ready.servers.num_servers
             self._meet("batches")
             has_batch = store.has_batch
             # nobody overwrites that before all have read it
@@ -391,14 +401,9 @@ class Session:
 _NOTHING = object()
 
 
-def _join_group(num_devices: int) -> bool:
+def _join_group(plan: Schedule) -> bool:
     """One process a device, whose group this one joins; whether it made the group. Raises HarmonyError."""
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if world != num_devices:
-        raise HarmonyError(
-            f"the schedule uses {num_devices} devices, there are {world} processes; "
-            f"use torchrun --nproc-per-node {num_devices}"
-        )
+    check_world(plan)
     if dist.is_initialized():
         return False
     if "RANK" in os.environ:

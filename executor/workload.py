@@ -53,17 +53,24 @@ class Workload:
     pad: Mapping[str, Pad] = field(default_factory=dict)
     count: Callable[[Batch], float] | None = None
 
-    def shares(self, batch: Batch, microbatches: Sequence[tuple[int, int]]) -> list[float]:
-        """What part of the minibatch's loss each microbatch's is; batch: flat. Raises BatchError."""
+    def shares(
+        self,
+        batch: Batch,
+        microbatches: Sequence[tuple[int, int]],
+        over_servers: Callable[[float], float] = float,
+    ) -> list[float]:
+        """What part of the minibatch's loss each microbatch's is; batch: flat. over_servers: the sum of what each server
+        counts. Raises BatchError."""
         if self.count is None:
-            total = microbatches[-1][1]
-            return [(end - first) / total for first, end in microbatches]
-        counts = [float(self.count(self.samples(batch, first, end))) for first, end in microbatches]
-        if not all(0 <= count < float("inf") for count in counts) or not sum(counts):
+            counts = [float(end - first) for first, end in microbatches]
+        else:
+            counts = [float(self.count(self.samples(batch, first, end))) for first, end in microbatches]
+        total = over_servers(sum(counts))
+        if not all(0 <= count < float("inf") for count in counts) or not total:
             raise BatchError(
                 f"the microbatches count {counts} items of the loss; counts are finite, and not all of them 0"
             )
-        return [count / sum(counts) for count in counts]
+        return [count / total for count in counts]
 
     def samples(self, batch: Batch, first: int, end: int) -> Batch:
         """Samples [first, end) of a flat batch."""

@@ -58,6 +58,11 @@ class Calibration:
 def calibrate(profile: Profile, schedule: Schedule, trace: Trace) -> Calibration:
     """Raises FormatError where the three do not belong together, or the trace was not measured or has no actions."""
     check_belongs(schedule, profile, schedule.hardware)
+    if schedule.configuration.num_servers > 1:
+        raise FormatError(
+            f"the schedule is for {schedule.configuration.num_servers} servers, whose updates wait for each other; "
+            f"calibrate with a run on one of them"
+        )
     if trace.origin != "measured":
         raise FormatError("the trace is simulated; calibrate with the trace of a run")
     if trace.schedule_hash != schedule_hash(schedule):

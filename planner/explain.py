@@ -28,8 +28,8 @@ class Change:
 
 
 def changes(hardware: Hardware, minibatch: int, num_devices: int, clip: bool = False) -> list[Change]:
-    """One more GiB a device, a link twice as fast, one more device like the last, a minibatch twice as large, and no
-    clipping where gradients are clipped."""
+    """One more GiB a device, a link (and network) twice as fast, one more device like the last, a minibatch twice as
+    large, and no clipping where gradients are clipped."""
     base = Change("", hardware, minibatch, num_devices, clip)
     devices = hardware.devices[:num_devices]
     more = tuple(msgspec.structs.replace(d, memory_bytes=d.memory_bytes + GIB) for d in devices)
@@ -51,6 +51,10 @@ def changes(hardware: Hardware, minibatch: int, num_devices: int, clip: bool = F
             hardware=msgspec.structs.replace(hardware, host_links=links),
         ),
     ]
+    network = hardware.network_bytes_per_second
+    if network is not None:
+        faster = msgspec.structs.replace(hardware, network_bytes_per_second=2 * network)
+        found.append(replace(base, name="a network twice as fast", hardware=faster))
     if num_devices < len(hardware.devices):
         found.append(replace(base, name="one more device", num_devices=num_devices + 1))
     elif not isinstance(hardware.peer_bytes_per_second, tuple):
@@ -80,9 +84,12 @@ def what_if(
     num_devices: int,
     time_limit_seconds: float | None,
     clip: bool = False,
+    num_servers: int = 1,
 ) -> list[Answer]:
     """Plan every change of the request anew."""
     found = []
+    if num_servers == 1:
+        hardware = msgspec.structs.replace(hardware, network_bytes_per_second=None)
     for change in changes(hardware, minibatch, num_devices, clip):
         result = plan(
             profile,
@@ -90,6 +97,7 @@ def what_if(
             minibatch=change.minibatch,
             clip=change.clip,
             num_devices=change.num_devices,
+            num_servers=num_servers,
             time_limit_seconds=time_limit_seconds,
         )
         if result.schedule is None:

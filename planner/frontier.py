@@ -41,6 +41,7 @@ def frontier(
     memories: Sequence[int],
     devices: Sequence[int],
     minibatches: Sequence[int],
+    num_servers: int = 1,
     time_limit_seconds: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Point]:
@@ -57,6 +58,7 @@ def frontier(
             msgspec.structs.replace(hardware, devices=resized),
             minibatch=minibatch,
             num_devices=count,
+            num_servers=num_servers,
             time_limit_seconds=time_limit_seconds,
         )
         if result.schedule is None:

@@ -69,7 +69,7 @@ def explanation(result: Result, answers: Sequence[Answer]) -> RenderableType:
     for cause, seconds in result.critical_path.items():
         if seconds > 1e-6 * total:
             path.add_row(cause, format_seconds(seconds), f"{seconds / total:.1%}")
-    rate = result.schedule.configuration.minibatch / total
+    rate = result.schedule.configuration.samples / total
     table = Table(title="with one change", title_justify="left", box=None)
     for name in ("change", "iteration", "samples/s", "faster"):
         table.add_column(name, justify="left" if name == "change" else "right")
@@ -235,6 +235,13 @@ def _spaced(*parts: RenderableType) -> Group:
     return Group(*(item for part in parts for item in (part, "")))
 
 
+def samples_in_words(configuration: Configuration) -> str:
+    """The minibatch, and what of it each server has."""
+    if configuration.num_servers == 1:
+        return counted(configuration.minibatch, "sample")
+    return f"{configuration.samples} samples, {configuration.minibatch} on each of {configuration.num_servers} servers"
+
+
 def _summary(schedule: Schedule, more: Iterable[tuple[str, str]]) -> Table:
     predicted, configuration = schedule.predicted, schedule.configuration
     seconds, bound = predicted.iteration_seconds, predicted.lower_bound_seconds
@@ -243,14 +250,14 @@ def _summary(schedule: Schedule, more: Iterable[tuple[str, str]]) -> Table:
         ("model", f"{schedule.profile.model.name} ({schedule.profile.dtype}, {schedule.profile.optimizer})"),
         (
             "predicted",
-            f"{format_seconds(seconds)} an iteration, {configuration.minibatch / seconds:.4g} samples/s",
+            f"{format_seconds(seconds)} an iteration, {configuration.samples / seconds:.4g} samples/s",
         ),
         ("lower bound", f"{format_seconds(bound)}, gap {gap(seconds, bound):.1%}"),
         (
             "mode",
             f"{configuration.mode}, {counted(configuration.num_devices, 'device')}, {counted(replicas, 'replica')}",
         ),
-        ("minibatch", counted(configuration.minibatch, "sample")),
+        ("minibatch", samples_in_words(configuration)),
         ("forward", phase_in_words(configuration.forward_packs, configuration.microbatches.forward)),
         ("backward", phase_in_words(configuration.backward_packs, configuration.microbatches.backward)),
         ("activations", activations_in_words(configuration)),

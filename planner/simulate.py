@@ -33,6 +33,7 @@ from planner.contract.rules import Rules
 from planner.contract.schedule import Schedule, parse_program
 from planner.contract.store import schedule_hash
 from planner.contract.trace import DeviceSummary, MemorySample, Span, Trace
+from planner.servers import over_servers
 
 MAX_ITERATIONS = 12
 SETTLED = 1e-9
@@ -226,7 +227,7 @@ def simulate(schedule: Schedule, profile: Profile, hardware: Hardware) -> Trace:
 
     Raises FormatError or VerifyError where the schedule does not fit the profile or breaks a rule.
     """
-    rules = Rules(profile, schedule.configuration)
+    rules = timed_rules(schedule, profile, hardware)
     lanes = parse_program(schedule.programs.train)
     graph = Graph(lanes, rules)
     result = run(graph, Timing(rules, hardware))
@@ -253,7 +254,27 @@ def simulate(schedule: Schedule, profile: Profile, hardware: Hardware) -> Trace:
         iteration_seconds=(result.period_seconds,),
         spans=tuple(sorted(spans, key=lambda s: (s.start_seconds, s.end_seconds, s.device, s.stream))),
         memory=tuple(_memory(graph, result, shift)),
-        samples_per_iteration=schedule.configuration.minibatch,
+        samples_per_iteration=schedule.configuration.samples,
+    )
+
+
+def timed_rules(schedule: Schedule, profile: Profile, hardware: Hardware) -> Rules:
+    """The rules of a schedule whose costs know of the network between servers, if there are several.
+
+    Its rate is the hardware's, or where that has none, the one that was planned for.
+    """
+    configuration = schedule.configuration
+    if hardware.network_bytes_per_second is None:
+        hardware = schedule.hardware
+    return Rules(
+        over_servers(
+            profile,
+            hardware,
+            configuration.num_servers,
+            configuration.num_devices,
+            agree=configuration.agree,
+        ),
+        configuration,
     )
 
 

@@ -206,7 +206,7 @@ def run_command(
         evaluate_batches=evaluate_batches,
         evaluate_data=evaluate_data,
     )
-    num_samples = samples[-1][1] if plain or schedule is None else schedule.configuration.minibatch
+    num_samples = samples[-1][1] if plain or schedule is None else schedule.configuration.samples
     with terminal.iterations(steps, num_samples) as note:
         if plain:
             trace = run_plain(
@@ -247,10 +247,12 @@ def _plain_samples(
 ) -> tuple[Samples, ...]:
     """The microbatches of plain training: the schedule's backward ones, or as asked for."""
     if schedule is not None and minibatch is None and microbatch is None:
-        return schedule.configuration.microbatches.backward
+        configuration = schedule.configuration
+        starts = range(0, configuration.samples, configuration.minibatch)
+        return tuple((s + a, s + b) for s in starts for a, b in configuration.microbatches.backward)
     if minibatch is None and schedule is None:
         raise FormatError("--plain: --minibatch is missing; it is how many samples an iteration has")
-    total = minibatch or (schedule.configuration.minibatch if schedule is not None else 0)
+    total = minibatch or (schedule.configuration.samples if schedule is not None else 0)
     from executor.reference import even_microbatches
 
     return even_microbatches(total, microbatch or total)

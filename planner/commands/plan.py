@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from planner import render
@@ -26,9 +27,11 @@ from planner.commands.show import schedule_json
 from planner.contract import store
 from planner.contract.errors import FormatError, InfeasibleError
 from planner.contract.hardware import Hardware
+from planner.contract.hardware import check as check_hardware
 from planner.contract.output import STANDARD, check_outputs, write_whole
 from planner.contract.profile import Profile
-from planner.contract.units import parse_bytes
+from planner.contract.schedule import MAX_SERVERS
+from planner.contract.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     from planner.baselines import Baseline
@@ -64,6 +67,20 @@ def plan_command(
         int | None, typer.Option("--devices", min=1, metavar="N", help="Use the first N devices.")
     ] = None,
     memory: Memory = None,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            "--nodes",
+            min=1,
+            max=MAX_SERVERS,
+            metavar="N",
+            help="Servers like this one that share the minibatch.",
+        ),
+    ] = 1,
+    network: Annotated[
+        str | None,
+        typer.Option("--network", metavar="RATE", help="Between the servers, each way, e.g. 1.2GB/s."),
+    ] = None,
     fixed: Annotated[
         str | None,
         typer.Option(
@@ -92,7 +109,9 @@ def plan_command(
     check_output(output, as_json)
     check_one_standard_input(profile_file, hardware_file)
     profile = store.load_profile(profile_file)
-    hardware = with_memory(store.load_hardware(hardware_file), memory)
+    hardware = _with_network(with_memory(store.load_hardware(hardware_file), memory), nodes, network)
+    if baselines and nodes > 1:
+        raise FormatError(f"--baselines: of one server; leave out --nodes {nodes}")
     # numpy and the solver load with the search: the other commands start without them
     from planner.explain import what_if
     from planner.search import plan, plan_fixed
@@ -103,7 +122,13 @@ def plan_command(
             given = store.load_fixed(fixed)
             try:
                 result = plan_fixed(
-                    profile, hardware, given, minibatch=minibatch, clip=clip, num_devices=devices
+                    profile,
+                    hardware,
+                    given,
+                    minibatch=minibatch,
+                    clip=clip,
+                    num_devices=devices,
+                    num_servers=nodes,
                 )
             except FormatError as error:
                 raise FormatError(f"{fixed}: {error}") from None
@@ -117,6 +142,7 @@ def plan_command(
                 updates=updates,
                 clip=clip,
                 num_devices=devices,
+                num_servers=nodes,
                 top=top,
                 time_limit_seconds=time_limit,
                 progress=report,
@@ -125,7 +151,7 @@ def plan_command(
             raise InfeasibleError(result.reason)
         if explain:
             answers = what_if(
-                profile, hardware, minibatch, devices or len(hardware.devices), time_limit, clip
+                profile, hardware, minibatch, devices or len(hardware.devices), time_limit, clip, nodes
             )
     if output is not None:
         store.save(result.schedule, output)
@@ -191,6 +217,16 @@ def frontier_command(
         print_json([asdict(point) for point in points])
     else:
         show(render.frontier_table(points))
+
+
+def _with_network(hardware: Hardware, nodes: int, network: str | None) -> Hardware:
+    if network is None:
+        return hardware
+    if nodes == 1:
+        raise FormatError(f"--network {network}: one server needs none; say --nodes N for more")
+    found = msgspec.structs.replace(hardware, network_bytes_per_second=parse_rate(network))
+    check_hardware(found)
+    return found
 
 
 def _parts(text: str) -> list[str]:

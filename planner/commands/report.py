@@ -76,6 +76,7 @@ def _points(schedule: Schedule, profile: Profile, memories: list[int]) -> list[P
             schedule.hardware,
             memories=memories,
             devices=[schedule.configuration.num_devices],
-            minibatches=[schedule.configuration.minibatch],
+            minibatches=[schedule.configuration.samples],
+            num_servers=schedule.configuration.num_servers,
             progress=report,
         )

@@ -49,13 +49,17 @@ class Host(Noun):
 
 
 class Hardware(Noun):
-    """A server. peer_bytes_per_second: one rate, a matrix [from][to], or None: through the host."""
+    """A server. peer_bytes_per_second: one rate, a matrix [from][to], or None: through the host.
+
+    network_bytes_per_second: of its network to others like it, each way; None where it trains alone.
+    """
 
     devices: tuple[DeviceSpec, ...]
     host_links: tuple[HostLink, ...]
     host: Host
     name: str = ""
     peer_bytes_per_second: float | tuple[tuple[float, ...], ...] | None = None
+    network_bytes_per_second: float | None = None
     schema: str = SCHEMA
 
 
@@ -117,6 +121,11 @@ def check(hardware: Hardware) -> None:
             raise FormatError(
                 f"$.peer_bytes_per_second: {rate}; a rate is from {RATES[0]:g} to {RATES[1]:g}, null means through the host"
             )
+    network = hardware.network_bytes_per_second
+    if network is not None and not RATES[0] <= network <= RATES[1]:
+        raise FormatError(
+            f"$.network_bytes_per_second: {network}; a rate is from {RATES[0]:g} to {RATES[1]:g}, null means no network"
+        )
     for name, least in (("memory_bytes", 1), ("pinnable_bytes", 0), ("update_workers", 1)):
         if not least <= getattr(hardware.host, name) <= MAX_BYTES:
             raise FormatError(f"$.host.{name}: {getattr(hardware.host, name)}; from {least} to {MAX_BYTES}")

@@ -12,6 +12,8 @@ from planner.contract.profile import Model, Noun
 
 SCHEMA = "harmony-schedule/1"
 
+MAX_SERVERS = 10_000
+
 Samples = tuple[int, int]
 """A range of the minibatch's samples, [first, end)."""
 
@@ -57,10 +59,12 @@ class BackwardPack(Noun):
 
 
 class Configuration(Noun):
-    """What the planner decided. replicas: each replica's samples; empty means one replica with all.
+    """What the planner decided for one server. replicas: each replica's samples; empty means one replica with all.
 
     agree: updates wait for one action over all gradients (clipping by norm, overflow of fp16), which is planned to take
     agree_seconds.
+    num_servers: servers that run this at the same time, each with a minibatch of its own; an update waits for the sum
+    of its gradients over all of them.
     """
 
     mode: Literal["pp", "dp", "hybrid"]
@@ -72,6 +76,12 @@ class Configuration(Noun):
     replicas: tuple[Samples, ...] = ()
     agree: bool = False
     agree_seconds: float = 0.0
+    num_servers: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Of an iteration, over all servers."""
+        return self.num_servers * self.minibatch
 
 
 class PlannedFor(Noun):
@@ -197,6 +207,8 @@ def check_configuration(configuration: Configuration, num_layers: int, available
         raise FormatError(
             f"{where}.agree_seconds: {configuration.agree_seconds}; a time is finite and 0 or more"
         )
+    if not 1 <= configuration.num_servers <= MAX_SERVERS:
+        raise FormatError(f"{where}.num_servers: {configuration.num_servers}; from 1 to {MAX_SERVERS}")
     if not configuration.backward_packs:
         raise FormatError(f"{where}.backward_packs: none; there is at least one")
     covered = configuration.backward_packs[-1].last + 1
@@ -210,6 +222,11 @@ def check_configuration(configuration: Configuration, num_layers: int, available
             raise FormatError(
                 f"{where}.backward_packs[{b}].activations: {len(pack.activations)} choices for "
                 f"{len(configuration.microbatches.backward)} backward microbatches"
+            )
+        if pack.update == "device" and configuration.num_servers > 1:
+            raise FormatError(
+                f"{where}.backward_packs[{b}].update: device, but {configuration.num_servers} servers add their gradients "
+                f"in host memory; update on the host"
             )
         if not 0 <= pack.update_seconds < float("inf"):
             raise FormatError(

@@ -72,7 +72,15 @@ def check_belongs(schedule: Schedule, profile: Profile, hardware: Hardware) -> N
 
 
 def check_microbatches(rules: Rules) -> None:
-    """Recompute must see the samples that forward saw where a layer draws random numbers or looks at the batch."""
+    """Recompute must see the samples that forward saw where a layer draws random numbers or looks at the batch; what a
+    layer remembers of batches must be of all of them."""
+    servers = rules.configuration.num_servers
+    for i, layer in enumerate(rules.profile.layers):
+        if servers > 1 and layer.batch_coupled and layer.buffer_bytes:
+            raise VerifyError(
+                f"layer {i} ({layer.name}) keeps statistics of its batches, and {servers} servers see different ones; plan for one "
+                f"server, or use a normalisation that keeps none"
+            )
     if rules.forward_samples == rules.backward_samples:
         return
     for i, layer in enumerate(rules.profile.layers):

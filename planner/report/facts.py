@@ -14,16 +14,22 @@ from planner.compare import Comparison, Pair, compare
 from planner.contract.hardware import budget_bytes
 from planner.contract.precedence import Graph
 from planner.contract.profile import Profile
-from planner.contract.rules import Rules
 from planner.contract.schedule import Schedule, parse_program, replica_samples
 from planner.contract.trace import Trace
 from planner.contract.units import format_bytes, format_rate, format_seconds
 from planner.contract.verify import verify
 from planner.frontier import Point
-from planner.render import activations_in_words, counted, gap, pack_cells, phase_in_words
+from planner.render import (
+    activations_in_words,
+    counted,
+    gap,
+    pack_cells,
+    phase_in_words,
+    samples_in_words,
+)
 from planner.search.critical import critical_path
 from planner.search.outcome import Outcome, what_limits
-from planner.simulate import Timing, run, simulate
+from planner.simulate import Timing, run, simulate, timed_rules
 
 PACK_COLUMNS = ("pack", "layers", "device", "weights", "seconds")
 PACK_TEXTS = frozenset(PACK_COLUMNS) - {"seconds"}
@@ -62,7 +68,7 @@ def simulated(schedule: Schedule, profile: Profile) -> Simulated:
     """Raises FormatError where the schedule is for another profile, VerifyError and InfeasibleError where it breaks a rule
     or does not fit its hardware."""
     verify(schedule, profile, schedule.hardware)
-    rules = Rules(profile, schedule.configuration)
+    rules = timed_rules(schedule, profile, schedule.hardware)
     lanes = parse_program(schedule.programs.train)
     graph, timing = Graph(lanes, rules), Timing(rules, schedule.hardware)
     outcome = Outcome(rules, lanes, graph, timing, run(graph, timing))
@@ -76,8 +82,8 @@ def simulated(schedule: Schedule, profile: Profile) -> Simulated:
 
 def headline(schedule: Schedule) -> list[tuple[str, str]]:
     """The answer in a few figures: (what, how much)."""
-    predicted, minibatch = schedule.predicted, schedule.configuration.minibatch
-    rate = minibatch / predicted.iteration_seconds
+    predicted = schedule.predicted
+    rate = schedule.configuration.samples / predicted.iteration_seconds
     rows = [
         ("an iteration", format_seconds(predicted.iteration_seconds)),
         ("samples a second", f"{rate:.4g}"),
@@ -95,7 +101,7 @@ def choices(schedule: Schedule) -> Table:
     configuration, predicted = schedule.configuration, schedule.predicted
     micro = configuration.microbatches
     rows = [
-        ("minibatch", counted(configuration.minibatch, "sample")),
+        ("minibatch", samples_in_words(configuration)),
         (
             "mode",
             f"{configuration.mode}, {counted(configuration.num_devices, 'device')}, "

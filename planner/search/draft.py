@@ -115,6 +115,7 @@ def configure(problem: Problem, draft: Draft) -> Configuration:
         tuple(backward),
         shape.replicas,
         agree=problem.agree,
+        num_servers=problem.num_servers,
     )
 
 
@@ -126,6 +127,8 @@ def why_not_resident(problem: Problem, num_replicas: int, first: int, end: int) 
     costs = problem.costs
     if not costs.gradient_bytes(first, end - 1):
         return ""
+    if problem.num_servers > 1:
+        return f"{problem.num_servers} servers add their gradients in host memory, and update there"
     if problem.agree:
         return f"layers {first} to {end - 1} wait for a norm over all gradients, which is found on the host"
     if num_replicas > 1:

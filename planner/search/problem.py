@@ -54,6 +54,7 @@ class Problem:
     """A profile, a hardware cut to the devices in use, and a minibatch of samples.
 
     agree: updates wait until the norm over all gradients is known, for clipping or loss scaling.
+    num_servers: how many train together; minibatch is what each has, and the profile's updates wait for the network.
     """
 
     profile: Profile
@@ -62,6 +63,7 @@ class Problem:
     num_devices: int
     agree: bool = False
     report: Callable[[Progress], None] = field(default=lambda _: None)
+    num_servers: int = 1
 
     def __post_init__(self) -> None:
         size = min(largest_microbatch(self.profile))

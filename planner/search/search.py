@@ -35,6 +35,7 @@ from planner.search.placement import place
 from planner.search.problem import Problem, Progress, Result, Shape
 from planner.search.refine import Refinement
 from planner.search.sketch import INFEASIBLE, Sketcher
+from planner.servers import over_servers, samples_of_each
 
 MODES = ("any", "pp", "dp", "hybrid")
 ACTIVATIONS = ("any", "recompute")
@@ -83,17 +84,19 @@ def plan(
     updates: str = "any",
     clip: bool = False,
     num_devices: int | None = None,
+    num_servers: int = 1,
     top: int = 1,
     time_limit_seconds: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Result:
-    """The fastest schedule for a minibatch.
+    """The fastest schedule for a minibatch, over all servers.
 
     mode: one pipeline (pp), replicas of one device (dp), replicas of pipelines (hybrid), or the best of all (any).
     activations: `recompute` always, or also keep and offload them (any). updates: on the `host` always, or also on the
     device of weights that stay there (any; not where activations are recomputed, since those plans need not have both
     phases of a pack on one device). clip: gradients are clipped by their global norm, so that updates wait for all of
-    them, and run on the host. num_devices: use this many, None: all of them. top: how many plans of different
+    them, and run on the host. num_devices: use this many, None: all of them. num_servers: how many of these servers train
+    together, each a part of the minibatch. top: how many plans of different
     kinds to return. time_limit_seconds: return the best found by then; without it, same inputs give the same plan.
 
     Raises HarmonyError for a request that makes no sense; a model that does not fit is a Result with status
@@ -107,7 +110,7 @@ def plan(
         raise HarmonyError(f"--updates {updates}: use one of {', '.join(UPDATES)}")
     if top < 1:
         raise HarmonyError(f"--top {top}: at least one plan is needed")
-    problem = _problem(profile, hardware, minibatch, num_devices, clip)
+    problem = _problem(profile, hardware, minibatch, num_devices, num_servers, clip)
     shapes = problem.shapes(mode)
     if not shapes:
         raise HarmonyError(
@@ -119,7 +122,7 @@ def plan(
     result = _Search(problem, shapes, freedom, top, time_limit_seconds, report).solve()
     # fewer devices have more of a shared link each: a plan that leaves one idle may be the faster one
     if problem.num_devices > 1 and result.schedule is not None:
-        fewer = _problem(profile, hardware, minibatch, problem.num_devices - 1, clip)
+        fewer = _problem(profile, hardware, minibatch, problem.num_devices - 1, num_servers, clip)
         search = _Search(fewer, fewer.shapes(mode), freedom, top, time_limit_seconds, report)
         if search.least_seconds(result.seconds) < result.seconds * FEWER_DEVICES_GAIN:
             better = plan(
@@ -131,6 +134,7 @@ def plan(
                 updates=updates,
                 clip=clip,
                 num_devices=fewer.num_devices,
+                num_servers=num_servers,
                 top=top,
                 time_limit_seconds=time_limit_seconds,
                 progress=progress,
@@ -150,6 +154,7 @@ def plan_fixed(
     minibatch: int,
     clip: bool = False,
     num_devices: int | None = None,
+    num_servers: int = 1,
     with_bound: bool = True,
 ) -> Result:
     """The schedule of a configuration that is given, lowered and simulated like any other.
@@ -157,13 +162,15 @@ def plan_fixed(
     with_bound: also the lower bound over all plans; else it is 0. Raises FormatError where it does not belong to the request, InfeasibleError where it does not fit.
     """
     started = time.monotonic()
-    problem = _problem(profile, hardware, minibatch, num_devices, clip)
+    problem = _problem(profile, hardware, minibatch, num_devices, num_servers, clip)
     configuration = fixed_configuration(problem, fixed) if isinstance(fixed, Fixed) else fixed
-    configuration = msgspec.structs.replace(configuration, agree=configuration.agree or problem.agree)
-    if (configuration.minibatch, configuration.num_devices) != (minibatch, problem.num_devices):
+    configuration = msgspec.structs.replace(
+        configuration, agree=configuration.agree or problem.agree, num_servers=num_servers
+    )
+    if (configuration.minibatch, configuration.num_devices) != (problem.minibatch, problem.num_devices):
         raise FormatError(
             f"the configuration is for {configuration.minibatch} samples on {configuration.num_devices} devices, "
-            f"asked for are {minibatch} on {problem.num_devices}"
+            f"asked for are {problem.minibatch} on {problem.num_devices}"
         )
     check_configuration(configuration, problem.costs.num_layers, len(hardware.devices))
     outcome = evaluate(problem, configuration)
@@ -188,14 +195,27 @@ def plan_fixed(
 
 
 def _problem(
-    profile: Profile, hardware: Hardware, minibatch: int, num_devices: int | None, clip: bool
+    profile: Profile,
+    hardware: Hardware,
+    minibatch: int,
+    num_devices: int | None,
+    num_servers: int,
+    clip: bool,
 ) -> Problem:
     if minibatch < 1:
         raise HarmonyError(f"--minibatch {minibatch}: at least one sample is needed")
     available = len(hardware.devices)
     if num_devices is not None and not 1 <= num_devices <= available:
         raise HarmonyError(f"--devices {num_devices}: the hardware has {available}")
-    return Problem(profile, hardware, minibatch, num_devices or available, clip or is_scaled(profile))
+    num_devices, agree = num_devices or available, clip or is_scaled(profile)
+    return Problem(
+        over_servers(profile, hardware, num_servers, num_devices, agree=agree),
+        hardware,
+        samples_of_each(minibatch, num_servers),
+        num_devices,
+        agree,
+        num_servers=num_servers,
+    )
 
 
 def _patience(problem: Problem) -> int:

@@ -17,6 +17,7 @@ from executor.options import RunOptions
 from executor.p2p import Peers
 from executor.profile import measure_profile
 from executor.reference import PlainResult, train
+from executor.servers import Servers
 from executor.streams import CHUNK, VirtualDevice
 from planner.contract.errors import HarmonyError
 from planner.contract.fixed import Fixed
@@ -166,7 +167,7 @@ def test_shares_are_added_in_replica_order_whoever_owns_the_sum(
     monkeypatch.setattr(dist, "recv", _Wire(shares).recv)
     hardware = Hardware((DeviceSpec("v0", 1 << 20),), (HostLink(1e9, 1e9),), Host(1 << 30, 1 << 30))
     device = VirtualDevice(0, hardware, 1, None, paced=False)
-    peers = Peers([], [(r, owner) for r in shares if r != owner], "gloo")
+    peers = Peers([], [(r, owner) for r in shares if r != owner], "gloo", Servers())
     own = shares[owner].clone()
     peers.add_shares(own, device, owner, [0, 1, 2])
     assert torch.equal(own, expected)

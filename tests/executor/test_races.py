@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from executor import handlers, p2p, replay
+from executor import handlers, p2p, replay, servers
 from executor.decompose import Decomposition, decompose
 from executor.host import HostStore, create_memory, plan_store
 from executor.memory import SlotPool
@@ -201,6 +201,7 @@ class Run:
         self.graph, self.recording = graph, Recording()
         self.transfers = Transfers(self.recording)
         monkeypatch.setattr(p2p, "dist", self.transfers)
+        monkeypatch.setattr(servers, "dist", self.transfers)
         monkeypatch.setattr(
             replay, "make_device", lambda kind, index, *_, **__: RecordingDevice(self.recording, index)
         )
