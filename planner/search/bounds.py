@@ -10,7 +10,8 @@ is over. So windows of successive iterations do not overlap, and period - tail i
                 device runs backward, j layers are still to go (each device starts and ends with layers of its own)
     path        one microbatch through the DAG forward and backward, and some one layer for the other microbatches
 
-and the period is at least what must cross the links over their rate.
+and the period is at least what must cross the links over their rate, and, where no update can be on a device, all
+updates over the host's workers.
 
 Compute of a layer: forward once, backward, and a recompute in between, which is spared in the fused pack (at most the
 largest that fits a device) and where activations stay. On a device all forwards of an iteration come before all
@@ -92,7 +93,7 @@ class Bounds:
         path = self._path(shape, forward_size, backward_size, start)
         work = self._work(shape, forward_size, backward_size, start)
         up, down = self._least_in(shape, start), self._least_out()
-        least = max(path + tail, up / self._h2d, down / self._d2h)
+        least = max(path + tail, up / self._h2d, down / self._d2h, self._host_seconds(shape))
         if forward_size != backward_size:
             return max(least, work + tail)
         available = self._memory - shape.num_replicas * taken
@@ -268,6 +269,14 @@ class Bounds:
     def _least_out(self) -> float:
         trained = self._costs.gradient_bytes(0, self._costs.num_layers - 1)
         return max(0, trained - self._memory) if self._can_stay else trained
+
+    def _host_seconds(self, shape: Shape) -> float:
+        """Of the host's workers at least, at most one of them a device: updates, where all of them are there."""
+        problem, last = self._problem, self._costs.num_layers - 1
+        if self._can_stay and not problem.agree and shape.num_replicas == 1:
+            return 0.0
+        workers = min(problem.hardware.host.update_workers, problem.num_devices)
+        return self._costs.host_update_seconds(0, last) / workers
 
     def _trained_share(self) -> float:
         """Of the weights, those that change every iteration: frozen ones may stay."""
