@@ -20,6 +20,7 @@ import torch
 from executor.host import available_bytes
 from executor.optimizer import recipe
 from executor.options import DeviceKind
+from executor.streams import can_pin
 from planner.contract.errors import InfeasibleError
 from planner.contract.hardware import budget_bytes
 from planner.contract.schedule import Schedule
@@ -29,6 +30,9 @@ SHARED_MEMORY_BYTES = 1 << 30
 """What /dev/shm should hold: data loaders and NCCL put their buffers there."""
 FREE_SHARE = 0.5
 """Below this part of its memory that is free, a host is busy with something else."""
+BEYOND_LIMIT = 1 << 20
+"""What is pinned beyond the limit on locked memory to see whether the driver honours it."""
+RAISE_LIMIT = "ulimit -l unlimited, or memlock in /etc/security/limits.conf; docker run --ulimit memlock=-1"
 PARAMETERS = 1 << 24
 """Of the optimizer step that is timed."""
 
@@ -74,6 +78,7 @@ def check_machine(schedule: Schedule, device: DeviceKind) -> None:
             raise InfeasibleError(
                 f"{torch.cuda.get_device_name(0)} does not compute in bfloat16; profile and plan with --dtype float16"
             )
+        check_pinning(needed)
     else:
         needed += sum(device.peak_bytes for device in schedule.predicted.devices)
         what += ", and the virtual devices"
@@ -82,6 +87,17 @@ def check_machine(schedule: Schedule, device: DeviceKind) -> None:
         raise InfeasibleError(
             f"host: {needed} bytes for {what}, {available} are free; end other programs, or plan with less"
         )
+
+
+def check_pinning(needed: int) -> None:
+    """Raise InfeasibleError where so many bytes are more than may be locked. Not every driver honours that limit: a little more than it
+    is pinned to find out."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or needed <= limit or can_pin(min(needed, limit + BEYOND_LIMIT)):
+        return
+    raise InfeasibleError(
+        f"host: {needed} bytes are to be pinned, this process may lock {limit}; {RAISE_LIMIT}, or plan with less host memory"
+    )
 
 
 # ---- findings
@@ -133,9 +149,7 @@ def _pinning(device: DeviceKind) -> Finding:
         "pinned memory",
         f"at most {format_bytes(limit)} (memlock)",
         "pinning fails where the driver honours that" if short else "",
-        "ulimit -l unlimited, or memlock in /etc/security/limits.conf; docker run --ulimit memlock=-1"
-        if short
-        else "",
+        RAISE_LIMIT if short else "",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,3 +136,21 @@ def test_a_schedule_for_other_gpus_is_refused_with_both_numbers(monkeypatch: pyt
         InfeasibleError, match="does not compute in bfloat16; profile and plan with --dtype float16"
     ):
         check_machine(narrow, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("limit", "driver_honours_it", "is_refused"),
+    [(resource.RLIM_INFINITY, True, False), (GIB, True, True), (GIB, False, False), (4 * GIB, True, False)],
+)
+def test_what_may_not_be_pinned_is_refused_before_a_run(
+    limit: int, driver_honours_it: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(machine, "can_pin", lambda nbytes: not driver_honours_it or nbytes <= limit)
+    if not is_refused:
+        machine.check_pinning(2 * GIB)
+        return
+    with pytest.raises(
+        InfeasibleError, match=f"{2 * GIB} bytes are to be pinned, this process may lock {limit}; ulimit -l"
+    ):
+        machine.check_pinning(2 * GIB)
