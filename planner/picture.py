@@ -1,6 +1,6 @@
 """A picture of one planned iteration above one measured one: streams over time, memory against its limit.
 
-In: two traces, each device's limit; or the points of a frontier. Out: the bytes of a PNG; cli.py writes them.
+In: two traces, each device's limit; the points of a frontier; or servers that are compared. Out: the bytes of a PNG; cli.py writes them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -20,6 +21,18 @@ from planner.timeline import COLOURS, DARK, kind_of, one_iteration, used_streams
 
 LABELLED_SHARE = 0.02
 """An action at least so wide, of the whole picture, carries its name."""
+
+LABEL_LENGTH = 110
+"""Characters of what is said of a server."""
+
+
+class Bar(NamedTuple):
+    """A server: its plan's samples per second, and what its bound allows; 0 where it cannot, and remark says why."""
+
+    name: str
+    rate: float
+    bound: float
+    remark: str
 
 
 def timeline_png(planned: Trace, measured: Trace, limit_bytes: Sequence[int]) -> bytes:
@@ -49,6 +62,29 @@ def timeline_png(planned: Trace, measured: Trace, limit_bytes: Sequence[int]) ->
         f"{planned.model}: planned {median(planned.iteration_seconds):.4g} s, "
         f"measured {median(measured.iteration_seconds):.4g} s an iteration"
     )
+    return _png(figure)
+
+
+def servers_png(title: str, bars: Sequence[Bar]) -> bytes:
+    """Samples per second of each server, a tick where the bound lies, and what limits it."""
+    figure = Figure(figsize=(10, 1.3 + 0.55 * len(bars)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    rows = range(len(bars))
+    axes.barh(rows, [bar.rate for bar in bars], color=COLOURS["forward"], height=0.6)
+    for row, bar in zip(rows, bars, strict=True):
+        if bar.rate:
+            axes.plot([bar.bound] * 2, [row - 0.3, row + 0.3], color="black", linewidth=1.5)
+        text = f"{bar.rate:.4g}   {bar.remark}" if bar.rate else f"cannot: {bar.remark}"
+        text = text if len(text) <= LABEL_LENGTH else f"{text[: LABEL_LENGTH - 3]}..."
+        axes.annotate(text, (bar.bound, row), (6, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(rows, [bar.name for bar in bars])
+    axes.invert_yaxis()
+    # room for what is said of the longest
+    axes.set_xlim(0, 1.6 * max([bar.bound for bar in bars if bar.rate], default=1.0))
+    axes.set_xlabel("samples per second; the tick is what no plan can beat")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
     return _png(figure)
 
 

@@ -38,6 +38,7 @@ class ServerAnswer:
     reason: str
     samples_per_second: float = 0.0
     tokens_per_second: float | None = None
+    bound_samples_per_second: float = 0.0
 
 
 def what_if_command(
@@ -71,11 +72,14 @@ def what_if_command(
     page: Annotated[
         str | None, typer.Option("--report", metavar="HTML", help="The plan for --gpus as a page.")
     ] = None,
+    picture: Annotated[
+        str | None, typer.Option("--picture", metavar="PNG", help="Draw the servers side by side.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Can that server train this model, how fast, and what limits it? Without a GPU, a profile or PyTorch."""
     check_output(output, as_json)
-    check_outputs(output, page)
+    check_outputs(output, page, picture)
     counts = find_counts(model, dtype)
     names = [gpus, *(part.strip() for part in compare.split(",") if part.strip())]
     limit = None if memory is None else parse_bytes(memory)
@@ -112,11 +116,19 @@ def what_if_command(
         profile = estimate(counts, gpus.partition("x")[2], servers[0][1])
         remark = f"{model} on {gpus}, {_how_sure(servers[0][0])}."
         write_whole(page, make_report(first.schedule, profile, remark=remark).encode())
+    skeleton = counts.profile
+    title = f"{model} ({skeleton.dtype}, {skeleton.optimizer}), {minibatch} samples an iteration"
+    if picture is not None:
+        from planner.picture import Bar, servers_png
+
+        bars = [
+            Bar(a.server, a.samples_per_second, a.bound_samples_per_second, a.limited_by or a.reason)
+            for a in answers
+        ]
+        write_whole(picture, servers_png(title, bars))
     if as_json:
         print_json([_json(answer) for answer in answers])
         return
-    skeleton = counts.profile
-    title = f"{model} ({skeleton.dtype}, {skeleton.optimizer}), {minibatch} samples an iteration"
     show(render.server_answers(title, answers), to_stderr=output == STANDARD)
     if len(answers) == 1:
         for detail in details:
@@ -149,7 +161,13 @@ def _answer(name: str, result: Any, profile: Profile, minibatch: int) -> ServerA
     rate = minibatch / result.schedule.predicted.iteration_seconds
     length = re.search(r"[?&]seq=(\d+)", profile.model.spec)
     return ServerAnswer(
-        name, result.schedule, result.limits, "", rate, rate * int(length.group(1)) if length else None
+        name,
+        result.schedule,
+        result.limits,
+        "",
+        rate,
+        rate * int(length.group(1)) if length else None,
+        minibatch / result.schedule.predicted.lower_bound_seconds,
     )
 
 

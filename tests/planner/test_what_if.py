@@ -43,9 +43,23 @@ def test_a_server_that_cannot_gets_no_page(tmp_path: Path, capsys: pytest.Captur
     assert not page.exists()
 
 
-def test_servers_are_compared_and_one_that_cannot_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["what-if", "--model", MODEL, "--gpus", "1x4090", "--minibatch", "8"]
+def test_servers_are_compared_and_one_that_cannot_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "servers.png"
+    arguments = [
+        "what-if",
+        "--model",
+        MODEL,
+        "--gpus",
+        "1x4090",
+        "--minibatch",
+        "8",
+        "--picture",
+        str(picture),
+    ]
     assert main([*arguments, "--compare", "1x3060,1x1080ti", "--json"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     first, second, third = json.loads(capsys.readouterr().out)
     assert first["samples_per_second"] > second["samples_per_second"]
     assert not third["fits"]
