@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +22,6 @@ import torch
 from executor.host import available_bytes
 from executor.optimizer import recipe
 from executor.options import DeviceKind
-from executor.streams import can_pin
 from planner.contract.errors import InfeasibleError
 from planner.contract.hardware import budget_bytes
 from planner.contract.schedule import Schedule
@@ -98,6 +99,16 @@ def check_pinning(needed: int) -> None:
     raise InfeasibleError(
         f"host: {needed} bytes are to be pinned, this process may lock {limit}; {RAISE_LIMIT}, or plan with less host memory"
     )
+
+
+def can_pin(nbytes: int) -> bool:
+    """Whether a process can pin so much now: a short one tries, as pinning makes a CUDA context that stays."""
+    code = f"import torch; from executor.streams import register; register(torch.empty({nbytes}, dtype=torch.uint8))"
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, check=False
+    )
+    return done.returncode == 0
 
 
 # ---- findings

@@ -356,17 +356,6 @@ def register(memory: Tensor) -> None:
         )
 
 
-def can_pin(nbytes: int) -> bool:
-    """Whether this process can pin so much now; what was pinned for it is free again."""
-    memory = torch.empty(nbytes, dtype=torch.uint8)
-    try:
-        register(memory)
-    except HarmonyError:
-        return False
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
-    return True
-
-
 def make_device(
     kind: str,
     index: int,

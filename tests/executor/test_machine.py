@@ -154,3 +154,9 @@ def test_what_may_not_be_pinned_is_refused_before_a_run(
         InfeasibleError, match=f"{2 * GIB} bytes are to be pinned, this process may lock {limit}; ulimit -l"
     ):
         machine.check_pinning(2 * GIB)
+
+
+def test_nothing_can_be_pinned_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert not machine.can_pin(1 << 10)
