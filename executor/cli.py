@@ -20,6 +20,7 @@ from executor.commands.hardware import hardware_command
 from executor.commands.profile import profile_command
 from executor.commands.run import run_command
 from planner.contract.errors import HarmonyError
+from planner.contract.output import open_standard_streams
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """What typer raises for options that do not exist or do not parse; it has no public name of its own."""
@@ -42,6 +43,7 @@ app.command("doctor")(doctor_command)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    open_standard_streams()
     status = _run(arguments)
     if "RANK" in os.environ and status:
         # a failed rank of torchrun's: threads may hang in a transfer with another one

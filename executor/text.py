@@ -34,11 +34,11 @@ def token_source(vocabulary: int, length: int, data: Path | None) -> TokenSource
 
 def _read_bytes(path: Path, vocabulary: int, length: int) -> Tensor:
     """The text files at a path, one after the other, as bytes."""
+    text = _joined(path)
     if vocabulary < 256:
         raise HarmonyError(
             f"--data {path}: bytes need a vocabulary of 256, the model has {vocabulary}; add vocab_size=256"
         )
-    text = _joined(path)
     if len(text) < length:
         raise HarmonyError(f"--data {path}: {len(text)} bytes of text, one sample needs {length}")
     return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())

@@ -61,7 +61,7 @@ def calibrate(profile: Profile, schedule: Schedule, trace: Trace) -> Calibration
     if schedule.configuration.num_servers > 1:
         raise FormatError(
             f"the schedule is for {schedule.configuration.num_servers} servers, whose updates wait for each other; "
-            f"calibrate with a run on one of them"
+            f"plan without --nodes, run that and calibrate with its trace"
         )
     if trace.origin != "measured":
         raise FormatError("the trace is simulated; calibrate with the trace of a run")

@@ -18,6 +18,7 @@ from planner.commands.plan import frontier_command, plan_command
 from planner.commands.report import report_command
 from planner.commands.show import show_command, simulate_command, verify_command
 from planner.commands.what_if import what_if_command
+from planner.contract.output import open_standard_streams
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """What typer raises for options that do not exist or do not parse; it has no public name of its own."""
@@ -43,6 +44,7 @@ app.command("report")(report_command)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    open_standard_streams()
     try:
         status = app(args=arguments, standalone_mode=False)
     except UsageError as error:

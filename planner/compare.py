@@ -121,7 +121,7 @@ def compare(planned: Schedule | Trace, measured: Trace) -> Comparison:
     """
     check_same(planned, measured)
     if measured.origin != "measured":
-        raise FormatError(f"the second trace is {measured.origin}; compare a plan with the trace of a run")
+        raise FormatError(f"the trace to compare with is {measured.origin}; give the trace of a run")
     if not measured.iteration_seconds:
         raise FormatError("the measured trace has no complete iteration; run at least 2 steps")
     if isinstance(planned, Schedule):
@@ -129,6 +129,10 @@ def compare(planned: Schedule | Trace, measured: Trace) -> Comparison:
         figures = [(d.peak_bytes, d.swap_in_bytes, d.swap_out_bytes) for d in planned.predicted.devices]
         planned_spans: tuple[Span, ...] = ()
     else:
+        if planned.origin == "measured":
+            raise FormatError(
+                "the plan to compare with is a measured trace; give a schedule, or its simulated trace"
+            )
         if not planned.iteration_seconds:
             raise FormatError("the planned trace has no complete iteration; simulate the schedule again")
         name, seconds = planned.model, median(planned.iteration_seconds)

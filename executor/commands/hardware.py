@@ -102,16 +102,16 @@ def hardware_command(
 
         found = virtual_hardware(
             devices or 1,
-            parse_bytes(memory or ""),
-            h2d_bytes_per_second=parse_rate(h2d or ""),
-            d2h_bytes_per_second=parse_rate(d2h or ""),
+            parse_bytes(memory or "", "--memory"),
+            h2d_bytes_per_second=parse_rate(h2d or "", "--h2d"),
+            d2h_bytes_per_second=parse_rate(d2h or "", "--d2h"),
             latency_seconds=latency,
             sharing=cast("Sharing", sharing),
-            peer_bytes_per_second=None if peer is None else parse_rate(peer),
+            peer_bytes_per_second=None if peer is None else parse_rate(peer, "--peer"),
             compute_scales=_parse_scales(compute_scale),
-            reserved_bytes=0 if reserved is None else parse_bytes(reserved),
-            host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
-            pinnable_bytes=None if pinnable is None else parse_bytes(pinnable),
+            reserved_bytes=0 if reserved is None else parse_bytes(reserved, "--reserved"),
+            host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, "--host-memory"),
+            pinnable_bytes=None if pinnable is None else parse_bytes(pinnable, "--pinnable"),
             update_workers=update_workers,
             name=name or "virtual",
         )
@@ -135,7 +135,7 @@ def _limited(hardware: Hardware, memory: str | None) -> Hardware:
     """GPUs of which only a part is used."""
     if memory is None:
         return hardware
-    size = parse_bytes(memory)
+    size = parse_bytes(memory, "--memory")
     for device in hardware.devices:
         if size > device.memory_bytes:
             raise FormatError(

@@ -152,7 +152,7 @@ def run_command(
     if dtype and schedule_file is not None:
         raise FormatError(f"--dtype {dtype}: only with --plain and no SCHEDULE; a schedule says it itself")
     check_output(output, as_json)
-    check_outputs(output, weights_out)
+    check_outputs(output, weights_out, inputs=(schedule_file, weights_in))
     if str(checkpoint) == STANDARD:
         raise FormatError("--checkpoint -: checkpoints are folders; name one")
     settings = optimizer_settings(lr, weight_decay, momentum)
@@ -168,6 +168,9 @@ def run_command(
         raise FormatError("--weights-in and --resume: a checkpoint has the weights already; choose one")
     if weights_in is not None and not weights_in.exists():
         raise FormatError(f"--weights-in {weights_in}: no such file or folder")
+    for option, path in (("--data", data), ("--evaluate-data", evaluate_data)):
+        if path is not None and not path.exists():
+            raise FormatError(f"{option} {path}: no such file or folder")
     if not plain:
         for option, given in (("--budget", budget), ("--minibatch", minibatch), ("--microbatch", microbatch)):
             if given is not None:
@@ -180,7 +183,7 @@ def run_command(
         raise FormatError(
             "--model is missing" + ("" if schedule is None else "; the schedule's profile names none")
         )
-    limit = None if budget is None else parse_bytes(budget)
+    limit = None if budget is None else parse_bytes(budget, "--budget")
     samples = _plain_samples(schedule, minibatch, microbatch) if plain else ()
     from executor.checkpoint import Checkpoints
     from executor.launch import run_schedule

@@ -15,12 +15,13 @@ from planner.commands.options import (
     Output,
     ProfileFile,
     ScheduleFile,
+    check_file,
     check_one_standard_input,
     check_output,
     print_json,
     show,
 )
-from planner.compare import Comparison, compare
+from planner.compare import Comparison, check_same, compare
 from planner.contract import store
 from planner.contract.errors import FormatError
 from planner.contract.hardware import budget_bytes
@@ -44,7 +45,8 @@ def calibrate_command(
 ) -> None:
     """Correct a profile and links by a run's trace, so that the next plan is nearer to the truth."""
     check_output(output, as_json)
-    check_outputs(output, hardware_output)
+    check_outputs(output, hardware_output, inputs=(profile_file, schedule_file, trace_file))
+    check_file("--hardware-output", hardware_output)
     check_one_standard_input(profile_file, schedule_file, trace_file)
     profile, schedule = store.load_profile(profile_file), store.load_schedule(schedule_file)
     from planner.calibrate import calibrate
@@ -89,7 +91,8 @@ def compare_command(
 ) -> None:
     """Compare what was planned with what was measured; exit status 1 where the plan does not hold."""
     share = parse_share(tolerance)
-    check_outputs(picture)
+    check_file("--picture", picture)
+    check_outputs(picture, inputs=(planned_file, measured_file, schedule_file))
     if schedule_file is not None and picture is None:
         raise FormatError(f"--schedule {schedule_file}: only with --picture, which draws its memory limits")
     planned = store.load_schedule_or_trace(planned_file)
@@ -120,7 +123,12 @@ def parse_share(text: str) -> float:
 def _draw(planned: Trace, measured: Trace, schedule_file: str | None, picture: str) -> None:
     limits: tuple[int, ...] = ()
     if schedule_file is not None:
-        limits = tuple(budget_bytes(device) for device in store.load_schedule(schedule_file).hardware.devices)
+        schedule = store.load_schedule(schedule_file)
+        try:
+            check_same(schedule, measured)
+        except FormatError as error:
+            raise FormatError(f"--schedule {schedule_file}: {error}") from None
+        limits = tuple(budget_bytes(device) for device in schedule.hardware.devices)
     # matplotlib takes a second to load, and only this needs it
     from planner.picture import timeline_png
 

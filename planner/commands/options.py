@@ -42,22 +42,28 @@ def check_one_standard_input(*files: str) -> None:
         raise FormatError("-: standard input holds one file; name the others")
 
 
-def check_output(output: str | None, as_json: bool) -> None:
-    """Raise FormatError where nothing can be written there, or two results would go to one place."""
-    check_outputs(output)
+def check_output(output: str | None, as_json: bool, *inputs: str | None) -> None:
+    """Raise FormatError where nothing can be written there, or two results would go to one place, or over an input."""
+    check_outputs(output, inputs=inputs)
     if output == STANDARD and as_json:
         raise FormatError("-o - and --json both write to standard output; choose one")
 
 
-def with_memory(hardware: Hardware, memory: str | None) -> Hardware:
+def check_file(option: str, path: str | None) -> None:
+    """Raise FormatError where a picture or page would be printed among text."""
+    if path == STANDARD:
+        raise FormatError(f"{option} -: standard output has the text; name a file")
+
+
+def with_memory(hardware: Hardware, memory: str | None, option: str = "--memory") -> Hardware:
     """The hardware with other devices' memory; what is reserved on them stays reserved."""
     if memory is None:
         return hardware
-    size = parse_bytes(memory)
+    size = parse_bytes(memory, option)
     for device in hardware.devices:
         if size <= device.reserved_bytes:
             raise FormatError(
-                f"--memory {memory}: {size} bytes of which {device.reserved_bytes} are reserved on {device.name} leave nothing"
+                f"{option} {memory}: {size} bytes of which {device.reserved_bytes} are reserved on {device.name} leave nothing"
             )
     devices = tuple(msgspec.structs.replace(device, memory_bytes=size) for device in hardware.devices)
     return msgspec.structs.replace(hardware, devices=devices)

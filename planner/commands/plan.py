@@ -16,6 +16,7 @@ from planner.commands.options import (
     Memory,
     Output,
     ProfileFile,
+    check_file,
     check_one_standard_input,
     check_output,
     print_json,
@@ -106,7 +107,7 @@ def plan_command(
     """Find the fastest schedule, with the time and memory it needs and a proven lower bound."""
     if mode not in MODES:
         raise FormatError(f"--mode {mode}: use one of {', '.join(MODES)}")
-    check_output(output, as_json)
+    check_output(output, as_json, profile_file, hardware_file, fixed)
     check_one_standard_input(profile_file, hardware_file)
     profile = store.load_profile(profile_file)
     hardware = _with_network(with_memory(store.load_hardware(hardware_file), memory), nodes, network)
@@ -190,11 +191,12 @@ def frontier_command(
     as_json: Json = False,
 ) -> None:
     """Iteration time over memory, devices and minibatches: what another server would do."""
-    check_outputs(picture)
+    check_file("--picture", picture)
+    check_outputs(picture, inputs=(profile_file, hardware_file))
     minibatches = _numbers("--minibatch", minibatch)
     check_one_standard_input(profile_file, hardware_file)
     profile, hardware = store.load_profile(profile_file), store.load_hardware(hardware_file)
-    memories = [parse_bytes(text) for text in _parts(memory)] if memory else []
+    memories = [parse_bytes(text, "--memory") for text in _parts(memory)] if memory else []
     for size in memories:
         with_memory(hardware, f"{size}B")
     from planner.frontier import frontier
@@ -217,6 +219,8 @@ def frontier_command(
         print_json([asdict(point) for point in points])
     else:
         show(render.frontier_table(points))
+    if all(point.seconds is None for point in points):
+        raise InfeasibleError("nothing on this grid fits; say more --memory, or smaller minibatches")
 
 
 def _with_network(hardware: Hardware, nodes: int, network: str | None) -> Hardware:
@@ -224,7 +228,7 @@ def _with_network(hardware: Hardware, nodes: int, network: str | None) -> Hardwa
         return hardware
     if nodes == 1:
         raise FormatError(f"--network {network}: one server needs none; say --nodes N for more")
-    found = msgspec.structs.replace(hardware, network_bytes_per_second=parse_rate(network))
+    found = msgspec.structs.replace(hardware, network_bytes_per_second=parse_rate(network, "--network"))
     check_hardware(found)
     return found
 

@@ -48,17 +48,17 @@ def report_command(
     ] = "5%",
 ) -> None:
     """Write a schedule as one HTML page: how fast, what limits it, what happens when; no network and no scripts."""
-    check_outputs(output)
+    check_outputs(output, inputs=(schedule_file, profile_file, measured_file))
     share = parse_share(tolerance)
     check_one_standard_input(
         *(name for name in (schedule_file, profile_file, measured_file) if name is not None)
     )
     if frontier and profile_file is None:
         raise FormatError(f"--frontier {frontier}: plans anew, which needs the schedule's --profile PROFILE")
-    memories = [parse_bytes(text) for text in frontier.split(",")] if frontier else []
+    memories = [parse_bytes(text, "--frontier") for text in frontier.split(",")] if frontier else []
     schedule = store.load_schedule(schedule_file)
     for size in memories:
-        with_memory(schedule.hardware, f"{size}B")
+        with_memory(schedule.hardware, f"{size}B", "--frontier")
     profile = None if profile_file is None else store.load_profile(profile_file)
     measured = None if measured_file is None else store.load_trace(measured_file)
     from planner.report import make_report

@@ -67,7 +67,7 @@ def simulate_command(
     as_json: Json = False,
 ) -> None:
     """Replay a schedule in simulated time; the trace opens in Perfetto."""
-    check_output(output, as_json)
+    check_output(output, as_json, schedule_file, profile_file, hardware_file)
     check_one_standard_input(schedule_file, profile_file, hardware_file)
     schedule, profile = store.load_schedule(schedule_file), store.load_profile(profile_file)
     hardware = with_memory(store.load_hardware(hardware_file), memory)

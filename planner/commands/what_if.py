@@ -11,11 +11,11 @@ import typer
 from rich.console import RenderableType
 
 from planner import render
-from planner.commands.options import Json, Output, check_output, print_json, progress, show
+from planner.commands.options import Json, Output, check_file, check_output, print_json, progress, show
 from planner.commands.show import schedule_json
 from planner.contract import store
 from planner.contract.counts import Counts
-from planner.contract.errors import FormatError
+from planner.contract.errors import FormatError, InfeasibleError
 from planner.contract.gpus import server
 from planner.contract.hardware import Hardware
 from planner.contract.output import STANDARD, check_outputs, write_whole
@@ -79,11 +79,16 @@ def what_if_command(
 ) -> None:
     """Can that server train this model, how fast, and what limits it? Without a GPU, a profile or PyTorch."""
     check_output(output, as_json)
-    check_outputs(output, page, picture)
+    check_file("--report", page)
+    check_file("--picture", picture)
+    check_outputs(output, page, picture, inputs=(model,))
     counts = find_counts(model, dtype)
     names = [gpus, *(part.strip() for part in compare.split(",") if part.strip())]
-    limit = None if memory is None else parse_bytes(memory)
-    servers = [server(name, memory_bytes=limit, host_bytes=parse_bytes(host_memory)) for name in names]
+    limit = None if memory is None else parse_bytes(memory, "--memory")
+    servers = [
+        server(name, memory_bytes=limit, host_bytes=parse_bytes(host_memory, "--host-memory"))
+        for name in names
+    ]
     # numpy and the solver load with the search
     from planner.search import plan
 
@@ -128,12 +133,14 @@ def what_if_command(
         write_whole(picture, servers_png(title, bars))
     if as_json:
         print_json([_json(answer) for answer in answers])
+        _check_one_can(answers)
         return
     show(render.server_answers(title, answers), to_stderr=output == STANDARD)
     if len(answers) == 1:
         for detail in details:
             show(detail, to_stderr=output == STANDARD)
     typer.echo(_how_sure(servers[0][0]), err=output == STANDARD)
+    _check_one_can(answers)
 
 
 def find_counts(model: str, dtype: str) -> Counts:
@@ -153,6 +160,12 @@ def find_counts(model: str, dtype: str) -> Counts:
     if not path.is_file():
         raise FormatError(f"--dtype {dtype}: the library has bfloat16 and float32")
     return store.load_counts(path)
+
+
+def _check_one_can(answers: list[ServerAnswer]) -> None:
+    """Raise InfeasibleError where no server can train the model."""
+    if all(answer.schedule is None for answer in answers):
+        raise InfeasibleError(f"{answers[0].server} cannot train it: {answers[0].reason}")
 
 
 def _answer(name: str, result: Any, profile: Profile, minibatch: int) -> ServerAnswer:

@@ -106,7 +106,11 @@ def server(name: str, *, memory_bytes: int | None, host_bytes: int) -> tuple[Har
     known, gpu = find_gpu(kind)
     memory = gpu.memory_bytes if memory_bytes is None else memory_bytes
     if memory > gpu.memory_bytes:
-        raise FormatError(f"{memory} bytes of memory: a {known} has {gpu.memory_bytes}")
+        raise FormatError(f"{memory} bytes of memory: a {known} has {gpu.memory_bytes}; ask for no more")
+    if memory <= RESERVED_BYTES:
+        raise FormatError(
+            f"{memory} bytes of memory, of which {RESERVED_BYTES} are reserved on a {known}, leave nothing; ask for more"
+        )
     rate = PCIE[gpu.bus] * gpu.lanes / 16
     hardware = Hardware(
         devices=tuple(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,13 +14,28 @@ STANDARD = "-"
 """The path that stands for standard input or output."""
 
 
-def check_outputs(*paths: Path | str | None) -> None:
-    """Raise FormatError where nothing could be written to one of the paths: hours later would be too late to find out."""
+def open_standard_streams() -> None:
+    """Where a process was started with standard streams closed, what is printed goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (it stays open)
+
+
+def check_outputs(*paths: Path | str | None, inputs: Iterable[Path | str | None] = ()) -> None:
+    """Raise FormatError where nothing could be written to one of the paths: hours later would be too late to find out.
+
+    inputs: files that are read, which no result may replace.
+    """
     seen: dict[Path, Path | str] = {}
+    if [str(path) for path in paths].count(STANDARD) > 1:
+        raise FormatError("-: two results would go to standard output; name a file")
+    read = {Path(path).resolve() for path in inputs if path is not None and str(path) != STANDARD}
     for path in paths:
         if path is None or str(path) == STANDARD:
             continue
         target = Path(path)
+        if target.resolve() in read and not _is_special(target):
+            raise FormatError(f"{path}: is read here too, and would be replaced; name another file")
         twin = seen.setdefault(target.resolve(), path)
         if twin is not path and not _is_special(target):
             raise FormatError(f"{path}: two results would go to one file; name another one")
@@ -62,9 +78,16 @@ def whole(path: Path | str) -> Iterator[Path]:
 
 
 def write_whole(path: Path | str, content: bytes) -> None:
-    """Write a file whole or not at all. Raises OSError."""
+    """Write a file whole or not at all, or to standard output. Raises OSError."""
+    if str(path) == STANDARD:
+        sys.stdout.buffer.write(content)
+        sys.stdout.flush()
+        return
     with whole(path) as beside:
-        beside.write_bytes(content)
+        try:
+            beside.write_bytes(content)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _is_special(path: Path) -> bool:

@@ -19,6 +19,7 @@ SCHEMA = "harmony-profile/1"
 
 MAX_BYTES = 1 << 60
 MIN_SECONDS, MAX_SECONDS = 1e-12, 1e6
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Figures beyond these were not measured; sums of them would not be exact, or not finite."""
 
 BATCH = -1
@@ -198,6 +199,8 @@ def check(profile: Profile) -> None:
     """Raise FormatError, with the place, where the figures cannot be true."""
     if not profile.layers:
         raise FormatError("$.layers: a profile needs at least one layer, this one has 0")
+    if not set(profile.dtype.split("+")) <= set(DTYPES):
+        raise FormatError(f"$.dtype: {profile.dtype!r}; use {', '.join(DTYPES)}, or several joined by +")
     for i, layer in enumerate(profile.layers):
         _check_costs(layer.forward, f"$.layers[{i}].forward")
         _check_costs(layer.backward, f"$.layers[{i}].backward")

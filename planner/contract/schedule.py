@@ -8,11 +8,12 @@ from typing import Literal
 from planner.contract.actions import STREAMS, Lanes, parse_lane
 from planner.contract.errors import FormatError
 from planner.contract.hardware import Hardware
-from planner.contract.profile import Model, Noun
+from planner.contract.profile import MAX_SECONDS, MIN_SECONDS, Model, Noun
 
 SCHEMA = "harmony-schedule/1"
 
 MAX_SERVERS = 10_000
+ROUNDING = 1e-9
 
 Samples = tuple[int, int]
 """A range of the minibatch's samples, [first, end)."""
@@ -175,6 +176,20 @@ def check(schedule: Schedule) -> None:
         raise FormatError(
             f"$.predicted.devices: {len(schedule.predicted.devices)} devices, "
             f"the configuration has {schedule.configuration.num_devices}"
+        )
+    seconds, bound = schedule.predicted.iteration_seconds, schedule.predicted.lower_bound_seconds
+    if not MIN_SECONDS <= seconds <= MAX_SECONDS:
+        raise FormatError(
+            f"$.predicted.iteration_seconds: {seconds}; a time is from {MIN_SECONDS:g} to {MAX_SECONDS:g}, plan again"
+        )
+    if not 0 <= bound <= seconds * (1 + ROUNDING):
+        raise FormatError(
+            f"$.predicted.lower_bound_seconds: {bound}; a bound is from 0 to the iteration's {seconds}, plan again"
+        )
+    if schedule.configuration.num_servers > 1 and schedule.hardware.network_bytes_per_second is None:
+        raise FormatError(
+            f"$.hardware.network_bytes_per_second: null, but {schedule.configuration.num_servers} servers train together; "
+            f"plan again with --network RATE"
         )
 
 

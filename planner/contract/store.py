@@ -109,12 +109,7 @@ def load_schedule_or_trace(path: str | Path) -> Schedule | Trace:
 
 def save(noun: Profile | Hardware | Schedule | Trace | Counts, path: str | Path) -> None:
     """Write a file whole or not at all. Same noun, same bytes."""
-    text = encode(noun)
-    if str(path) == STANDARD:
-        sys.stdout.buffer.write(text)
-        sys.stdout.flush()
-        return
-    write_whole(path, text)
+    write_whole(path, encode(noun))
 
 
 def encode(noun: Profile | Hardware | Schedule | Trace | Counts) -> bytes:
@@ -175,8 +170,12 @@ def _load(path: str | Path, kind: type[T], expected: str) -> T:
 def _decode(path: str | Path, text: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(text, type=kind)
-    except msgspec.MsgspecError as error:
+    except msgspec.ValidationError as error:
         raise FormatError(f"{path}: {error}") from None
+    except msgspec.DecodeError as error:
+        raise FormatError(f"{path}: is no whole JSON file in UTF-8 ({error}); make it again") from None
+    except RecursionError:
+        raise FormatError(f"{path}: is nested too deeply to be one of our files; make it again") from None
 
 
 def _header(path: str | Path, text: bytes) -> _Header:

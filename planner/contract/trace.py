@@ -11,7 +11,7 @@ import msgspec
 
 from planner.contract.actions import STREAMS
 from planner.contract.errors import FormatError
-from planner.contract.profile import Noun
+from planner.contract.profile import MAX_SECONDS, MIN_SECONDS, Noun
 
 SCHEMA = "harmony-trace/1"
 _STREAM_OF = dict(enumerate(STREAMS))
@@ -143,6 +143,11 @@ def from_chrome(file: TraceFile) -> Trace:
         except (KeyError, IndexError, TypeError, FormatError) as error:
             text = str(error) if isinstance(error, FormatError) else repr(error)
             raise FormatError(f"$.traceEvents[{i}]: not an event of a {SCHEMA} ({text})") from None
+    for i, seconds in enumerate(file.harmony.iteration_seconds):
+        if not MIN_SECONDS <= seconds <= MAX_SECONDS:
+            raise FormatError(
+                f"$.harmony.iteration_seconds[{i}]: {seconds}; a time is from {MIN_SECONDS:g} to {MAX_SECONDS:g}, run again"
+            )
     return msgspec.structs.replace(file.harmony, spans=tuple(spans), memory=tuple(memory))
 
 
@@ -166,5 +171,7 @@ def _check_event(event: dict[str, Any], num_devices: int) -> None:
         raise FormatError(f"its name is {event['name']!r}")
     if event["pid"] not in range(num_devices):
         raise FormatError(f"device {event['pid']} of {num_devices}")
-    if event.get("dur", 0) < 0:
+    if not 0 <= event.get("dur", 0) <= 1e6 * MAX_SECONDS:
         raise FormatError(f"it lasts {event['dur']} us")
+    if not abs(event.get("ts", 0)) <= 1e6 * MAX_SECONDS:
+        raise FormatError(f"it starts at {event['ts']} us")

@@ -13,28 +13,28 @@ _FACTORS = _DECIMAL | _BINARY
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
 
 
-def parse_bytes(text: str) -> int:
-    """`16GiB`, `500 MB` or a plain number of bytes. Raises FormatError."""
-    return round(_amount(text, text, "a size looks like 16GiB, 500MB or 1048576"))
+def parse_bytes(text: str, option: str = "") -> int:
+    """`16GiB`, `500 MB` or a plain number of bytes. option: where it was given. Raises FormatError."""
+    return round(_amount(text, text, "a size looks like 16GiB, 500MB or 1048576", option))
 
 
-def parse_rate(text: str) -> float:
-    """`12.3GB/s`, or a plain number of bytes per second. Raises FormatError."""
+def parse_rate(text: str, option: str = "") -> float:
+    """`12.3GB/s`, or a plain number of bytes per second. option: where it was given. Raises FormatError."""
     size, slash, per = text.strip().partition("/")
     hint = "a rate looks like 12.3GB/s, 500MiB/s or 500000000"
     if slash and per.strip() != "s":
-        raise FormatError(f"{text!r}: {hint}")
-    rate = float(_amount(size, text, hint))
+        raise FormatError(f"{option} {text!r}: {hint}".strip())
+    rate = float(_amount(size, text, hint, option))
     if rate <= 0:
-        raise FormatError(f"{text!r}: a rate is above 0")
+        raise FormatError(f"{option} {text!r}: a rate is above 0".strip())
     return rate
 
 
-def _amount(size: str, text: str, hint: str) -> Decimal:
+def _amount(size: str, text: str, hint: str, option: str) -> Decimal:
     match = _SIZE.fullmatch(size.strip())
     # case matters: a b would be bits
     if match is None or (match[2] and match[2] not in _FACTORS):
-        raise FormatError(f"{text!r}: {hint}")
+        raise FormatError(f"{option} {text!r}: {hint}".strip())
     return Decimal(match[1]) * _FACTORS[match[2] or "B"]
 
 

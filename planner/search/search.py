@@ -164,13 +164,17 @@ def plan_fixed(
     started = time.monotonic()
     problem = _problem(profile, hardware, minibatch, num_devices, num_servers, clip)
     configuration = fixed_configuration(problem, fixed) if isinstance(fixed, Fixed) else fixed
+    if isinstance(fixed, Configuration) and fixed.num_servers != num_servers:
+        raise FormatError(
+            f"the configuration is for {fixed.num_servers} servers, asked for are {num_servers}; say --nodes {fixed.num_servers}"
+        )
     configuration = msgspec.structs.replace(
         configuration, agree=configuration.agree or problem.agree, num_servers=num_servers
     )
     if (configuration.minibatch, configuration.num_devices) != (problem.minibatch, problem.num_devices):
         raise FormatError(
             f"the configuration is for {configuration.minibatch} samples on {configuration.num_devices} devices, "
-            f"asked for are {problem.minibatch} on {problem.num_devices}"
+            f"asked for are {problem.minibatch} on {problem.num_devices}{'' if num_servers == 1 else ', of each server'}"
         )
     check_configuration(configuration, problem.costs.num_layers, len(hardware.devices))
     outcome = evaluate(problem, configuration)

@@ -182,6 +182,13 @@ def test_frontier_is_a_table_a_picture_and_json(run: Run, files: Path) -> None:
     assert [(p["minibatch"], p["num_devices"]) for p in points] == [(2, 1), (2, 2), (4, 1), (4, 2)]
 
 
+def test_a_grid_on_which_nothing_fits_has_no_solution(run: Run) -> None:
+    done = run("frontier", "profile", "hardware", "--minibatch", "4", "--memory", "300", "--json")
+    assert done.status == 2
+    assert json.loads(done.out)[0]["seconds"] is None
+    assert "nothing on this grid fits" in done.err
+
+
 def test_plan_with_other_memory_plans_for_that_memory(run: Run, files: Path) -> None:
     assert run(*PLAN, "--memory", "1500", "-o", "out").status == 0
     schedule = store.load_schedule(files / "out")
@@ -342,6 +349,29 @@ REFUSED = {
         ("frontier", "profile", "hardware", "--minibatch", "4", "--picture", "no/x.png"),
         "no/x.png: no such folder",
     ),
+    "a result over what is read": ((*PLAN, "-o", "hardware"), "hardware: is read here too"),
+    "a report over its schedule": (("report", "schedule", "-o", "schedule"), "schedule: is read here too"),
+    "a trace over its schedule": (
+        ("simulate", "schedule", "profile", "hardware", "-o", "./schedule"),
+        "schedule: is read here too",
+    ),
+    "a picture among text": (("compare", "trace", "run", "--picture", "-"), "--picture -: standard output"),
+    "two files to standard output": (
+        ("calibrate", "profile", "schedule", "run", "-o", "-", "--hardware-output", "-"),
+        "-: two results would go to standard output",
+    ),
+    "a measured trace as the plan": (
+        ("compare", "run", "run"),
+        "the plan to compare with is a measured trace",
+    ),
+    "the limits of another schedule": (
+        ("compare", "trace", "run", "--picture", "x.png", "--schedule", "broken"),
+        "--schedule broken: planned for schedule",
+    ),
+    "memory that is none for a report": (
+        ("report", "schedule", "-o", "x", "--profile", "profile", "--frontier", "much"),
+        "--frontier 'much': a size looks like",
+    ),
     "an empty grid": (("frontier", "profile", "hardware", "--minibatch", ""), "--minibatch ''"),
     "a grid with a hole": (("frontier", "profile", "hardware", "--minibatch", "8,"), "--minibatch '8,'"),
     "memory with a hole": (
@@ -370,7 +400,10 @@ REFUSED = {
         ("calibrate", "profile", "schedule", "trace"),
         "the trace is simulated",
     ),
-    "a simulated trace as measured": (("compare", "trace", "trace"), "the second trace is simulated"),
+    "a simulated trace as measured": (
+        ("compare", "trace", "trace"),
+        "the trace to compare with is simulated",
+    ),
     "a model that fits nowhere": ((*PLAN, "--memory", "300"), "layer 1 (b) alone needs"),
 }
 
@@ -384,6 +417,45 @@ def test_bad_input_is_one_line_on_standard_error_and_status_2(run: Run, case: st
     assert done.err.startswith("harmony-planner: ")
     assert done.err.endswith("\n")
     assert done.err.count("\n") == 1
+    assert message in done.err
+
+
+DAMAGED = {
+    "no time": (
+        "schedule",
+        '"iteration_seconds": ',
+        '"iteration_seconds": -',
+        "$.predicted.iteration_seconds: -",
+    ),
+    "a bound that is above": (
+        "schedule",
+        '"lower_bound_seconds": 0',
+        '"lower_bound_seconds": 9',
+        "a bound is from 0",
+    ),
+    "half a file": ("schedule", '"programs"', '"programs', "is no whole JSON file in UTF-8"),
+    "a run in no time": (
+        "run",
+        '"iteration_seconds": [\n',
+        '"iteration_seconds": [\n 0,',
+        "iteration_seconds[0]: 0.0",
+    ),
+    "numbers that cannot be trained": ("profile", '"dtype": "float32"', '"dtype": "int8"', "$.dtype: 'int8'"),
+    "a nest": ("profile", '"dtype"', f'"x": {"[" * 100_000}, "dtype"', "is nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_file_that_cannot_be_true_is_refused(run: Run, files: Path, case: str) -> None:
+    name, good, bad, message = DAMAGED[case]
+    text = (files / name).read_text()
+    assert good in text
+    (files / name).write_text(text.replace(good, bad, 1))
+    commands = {"schedule": ("show", name), "run": ("compare", "trace", name), "profile": PLAN}
+    done = run(*commands[name])
+    assert done.status == 2
+    assert done.err.count("\n") == 1
+    assert done.err.startswith(f"harmony-planner: {name}: ")
     assert message in done.err
 
 
@@ -429,6 +501,27 @@ def test_environment_variables_change_nothing(files: Path) -> None:
     command = [sys.executable, "-m", "planner", "show", "schedule"]
     changed = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert changed.stdout == plain.stdout
+
+
+def test_with_standard_output_closed_it_plans_all_the_same(files: Path) -> None:
+    command = f"exec {sys.executable} -m planner {' '.join(PLAN)} -o out >&-"
+    done = subprocess.run(
+        ["sh", "-c", command],
+        cwd=files,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (files / "out").is_file()
+
+
+def test_a_page_goes_to_standard_output(run: Run) -> None:
+    done = run("report", "schedule", "-o", "-")
+    assert done.status == 0
+    assert done.out.startswith("<!DOCTYPE html>")
+    assert not Path("-").exists()
 
 
 def test_a_reader_that_goes_away_is_no_error_to_read(files: Path) -> None:

@@ -162,7 +162,10 @@ REFUSED: dict[str, tuple[Callable[[], Comparison], str]] = {
         lambda: compare(PLANNED, replace(MEASURED, model_hash="feed")),
         f"planned for model {PLANNED.model_hash}, measured on model feed",
     ),
-    "a simulated trace as measured": (lambda: compare(PLANNED, PLANNED), "the second trace is simulated"),
+    "a simulated trace as measured": (
+        lambda: compare(PLANNED, PLANNED),
+        "the trace to compare with is simulated",
+    ),
     "no iteration": (
         lambda: compare(PLANNED, replace(MEASURED, iteration_seconds=())),
         "no complete iteration",

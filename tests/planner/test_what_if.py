@@ -66,6 +66,14 @@ def test_servers_are_compared_and_one_that_cannot_says_why(
     assert "bfloat16" in third["reason"]
 
 
+def test_where_no_server_can_there_is_no_solution(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--gpus", "1x3060", "--minibatch", "8", "--memory", "1GiB", "--host-memory", "1GiB", "--json"]
+    assert main(["what-if", "--model", MODEL, *small]) == 2
+    printed = capsys.readouterr()
+    assert not json.loads(printed.out)[0]["fits"]
+    assert "1x3060 cannot train it" in printed.err
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
