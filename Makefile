@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format schema profiles golden bench-exact bench-executor bench-overhead bench-estimate bench-kinds bench-planner gpu-test clean
+.PHONY: help venv demo test check format schema profiles golden bench-exact bench-executor bench-overhead bench-estimate bench-kinds bench-planner gpu-bench gpu-test clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F '\t' '{ printf "  %-16s %s\n", $$1, $$2 }'
@@ -50,6 +50,12 @@ golden: $(READY) ## rewrite the golden files of the tests; review them as a diff
 
 gpu-test: $(READY) ## run the tests that need a GPU, and the slow ones
 	$(PYTEST) -n 0 --slow -m 'gpu or slow'
+
+# more arguments, e.g. --model 'hf:llama?...' --minibatch 64 --caps 16GiB,24GiB; --device virtual shows it at work without a GPU
+GPU_FLAGS ?= --folder profiles/measured
+
+gpu-bench: $(READY) ## a machine with a GPU measured whole: planned beside measured, the roof, plain PyTorch, FSDP2, by memory
+	$(BIN)/python -m tests.bench_gpu $(GPU_FLAGS)
 
 # ---- the demo: a GPT-2 of 29 M parameters in 40 % of the memory that it needs, on one and on two virtual devices
 
